@@ -4,6 +4,7 @@
 #include <chrono>
 #include <fstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "config/config.h"
@@ -489,4 +490,25 @@ TEST_CASE("settings the example shows as defaults are the defaults") {
   CHECK(full->log_level == defaults->log_level);
   CHECK(full->volumes[0].read_only == defaults->volumes[0].read_only);
   CHECK(full->volumes[0].direct == defaults->volumes[0].direct);
+}
+
+// The page has one ".It Ic KEY" for each key, in a subsection for each level.
+TEST_CASE("the manual has every key, and no other") {
+  const std::vector<std::pair<std::string, std::string>> levels = {
+      {".Ss Top level", ""},
+      {".Ss Volumes", "volumes[]."},
+      {".Ss Access rules", "volumes[].allow[]."}};
+  std::vector<std::string> described;
+  const std::string* prefix = nullptr;
+  for (const std::string& line : lines_of(SOURCE_ROOT "/man/rtrsd.yaml.5")) {
+    if (line.starts_with(".Ss ") || line.starts_with(".Sh ")) prefix = nullptr;
+    for (const auto& [title, keys_prefix] : levels) {
+      if (line == title) prefix = &keys_prefix;
+    }
+    constexpr std::string_view item = ".It Ic ";
+    if (prefix != nullptr && line.starts_with(item)) {
+      described.push_back(*prefix + line.substr(item.size()));
+    }
+  }
+  CHECK(described == known_keys());
 }
