@@ -316,6 +316,7 @@ class Image:
         self.imm = None     # overrides the computed immediate
         self.rkey = None    # overrides the chunk's key
         self.address = None  # overrides the remote address
+        self.response = None
 
     def patch(self, at, data):
         """Overwrites bytes of the written part; at counts from the start of the chunk."""
@@ -339,7 +340,7 @@ class Session:
         self.path_uuid = path_uuid or os.urandom(16)
         self.connections, self.regions = [], {}
         self.geometry, self.chunks = None, []
-        self.pending, self.responses, self.busy = {}, {}, set()
+        self.pending, self.busy = {}, set()
         self.invalidated = set()
         self.next_stag = int.from_bytes(os.urandom(2), "big") << 8 | 0x100
         self.heartbeats, self.acks, self.answer_heartbeats = 0, 0, True
@@ -447,7 +448,7 @@ class Session:
         connection = self.connections[self.default_cid() if cid is None else cid]
         self.busy.add(image.chunk)
         self.pending[image.chunk] = image
-        self.responses.pop(image.chunk, None)
+        image.response = None
         connection.send_raw(self.frames(image, connection))
         return image
 
@@ -496,7 +497,7 @@ class Session:
             check(image.region.written == expected,
                   "errno %d, but %d of %d bytes written" % (error, image.region.written, image.read_length))
         self.busy.discard(number)
-        self.responses[number] = Response(error, invalidated, connection.cid)
+        image.response = Response(error, invalidated, connection.cid)
 
     def pump(self, timeout):
         """Handles what arrives within timeout; returns whether something did."""
@@ -520,10 +521,10 @@ class Session:
 
     def wait(self, image, timeout=None):
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        while image.chunk not in self.responses:
+        while image.response is None:
             if not self.pump(deadline - time.monotonic()) and time.monotonic() >= deadline:
                 raise TimedOut("no answer to chunk %d" % image.chunk)
-        return self.responses.pop(image.chunk)
+        return image.response
 
     def idle(self, seconds):
         deadline = time.monotonic() + seconds
