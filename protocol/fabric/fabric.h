@@ -27,7 +27,8 @@
 
 namespace rtrsnbd::fabric {
 
-enum class Access : uint8_t { remote_write };  // what a Region lets the peer do
+// What a Region lets the peer do. remote_write includes that the peer may invalidate the key.
+enum class Access : uint8_t { remote_write, none };
 
 // A piece of memory the peers of one Domain may write into, under a key that can be changed and revoked.
 // The memory belongs to the caller and must stay until the Region is gone or invalidated.
@@ -100,7 +101,7 @@ struct SendRequest {
   uint32_t rkey = 0;
   uint64_t remote_address = 0;
   uint32_t invalidate_rkey = 0;
-  std::span<const Segment> segments;
+  std::span<const Segment> segments = {};
 };
 inline constexpr size_t inline_max = 512;
 inline constexpr size_t segments_max = 3;
@@ -150,7 +151,8 @@ class Endpoint {
   // Passive side: completes the connection. Receives may be posted before.
   virtual void accept(std::span<const std::byte> private_data) = 0;
 
-  // The buffer belongs to the caller and stays until the completion. Length 0: an empty receive.
+  // The buffer belongs to the caller and stays until the completion. Length 0: an empty receive. Any
+  // thread may post receives.
   virtual void post_receive(uint64_t id, std::byte* buffer, size_t length) = 0;
   // The same empty receive, count times.
   virtual void post_empty_receives(uint64_t id, uint32_t count) = 0;
@@ -167,8 +169,11 @@ class Endpoint {
   [[nodiscard]] virtual bool wants_write() const = 0;
 
   // Receives what is there (at most a fair share) and calls the handler; sends what was blocked. With
-  // Wait::yes it sleeps until at least one thing was received or happened. Returns false when there is
-  // surely nothing more to receive now; true: call again without waiting.
+  // Wait::yes it sleeps until at least one thing was received or happened, but half a second at most, so
+  // that the caller sees to its timers. Returns false when there is surely nothing more to receive now;
+  // true: call again without waiting.
+  // A thread that sleeps here does not send what another thread's flush(Wait::no) left behind: threads
+  // beside such a receiver flush with Wait::yes.
   virtual bool progress(Wait wait, TimePoint now) = 0;
   // Timers of the connection (handshake, closing). Call at least every half second.
   virtual void tick(TimePoint now) = 0;
