@@ -58,7 +58,7 @@ std::string ClientPath::failure() const {
 }
 
 void ClientPath::start(TimePoint now) {
-  started_ = now;
+  started_ = now_ = now;
   connections_.reserve(options_.io_connections + 1);
   connect_next(now);
 }
@@ -132,11 +132,11 @@ void ClientPath::send_info_request() {
   if (!wire::make_info_request(options_.session_name, request)) return fail("the session name is not allowed");
   info_memory_.resize(sizeof(wire::InfoResponseHeader) + size_t{geometry_.queue_depth} * sizeof(wire::Descriptor));
   endpoint.post_receive(info_receive_id, info_memory_.data(), info_memory_.size());
-  const auto bytes = wire::bytes_of(request);
-  const fabric::Segment segment{bytes.data(), bytes.size(), nullptr};
+  static_assert(header_stride >= sizeof request);
+  wire::store(header_memory(0), request);  // no request is using it yet
+  const fabric::Segment segment{header_memory(0), sizeof request, headers_local_.get()};
   fabric::SendRequest send;
   send.kind = fabric::SendKind::send;
-  send.copy = true;
   send.segments = {&segment, 1};
   endpoint.post_send(send);
   endpoint.flush(fabric::Wait::no);

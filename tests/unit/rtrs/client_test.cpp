@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The client's path against a server that is scripted, message by message, over the in-memory fabric: what
 // it sends, and that no answer of a broken or hostile server does more than end the path.
-#include "protocol/rtrs/client.h"
-
 #include <doctest/doctest.h>
 
 #include <cerrno>
@@ -11,120 +9,18 @@
 #include <string>
 #include <vector>
 
-#include "tests/support/memory_fabric.h"
+#include "tests/support/scripted_server.h"
 
 using namespace rtrsnbd;
 using namespace std::chrono_literals;
 using rtrs::ClientPath;
-using test::memory_address;
-using test::MemoryFabric;
 using test::MemoryFabricOptions;
+using test::Request;
 
 namespace {
 
-const TimePoint start_time{} ;
-
-struct Request : rtrs::ClientRequest {
-  int done = 0;
-  int error = -1;
-  void on_done(int result) override {
-    ++done;
-    error = result;
-  }
-};
-
-// One connection as the server sees it.
-struct Peer : fabric::Handler {
-  wire::ConnectRequest request;
-  std::unique_ptr<fabric::Endpoint> endpoint;
-  std::vector<fabric::Completion> completions;
-  std::vector<std::byte> info = std::vector<std::byte>(512);
-  void on_established(std::span<const std::byte>) override {}
-  void on_rejected(std::span<const std::byte>) override {}
-  void on_completion(const fabric::Completion& completion) override { completions.push_back(completion); }
-  void on_disconnected(fabric::DisconnectReason, std::string_view) override {}
-
-  void send(fabric::SendKind kind, uint32_t immediate, std::span<const std::byte> payload = {},
-            uint64_t address = 0, uint32_t rkey = 0) {
-    const fabric::Segment segment{payload.data(), payload.size(), nullptr};
-    fabric::SendRequest request_out;
-    request_out.kind = kind;
-    request_out.copy = true;
-    request_out.immediate = immediate;
-    request_out.remote_address = address;
-    request_out.rkey = rkey;
-    if (!payload.empty()) request_out.segments = {&segment, 1};
-    endpoint->post_send(request_out);
-    endpoint->flush(fabric::Wait::no);
-  }
-  void answer(uint32_t id, uint32_t error = 0) {
-    send(fabric::SendKind::write_immediate, wire::IoResponseImmediate{id, error, false}.encode());
-  }
-  void answer_with_key(uint32_t id, uint32_t rkey, uint32_t error = 0) {
-    wire::RkeyResponse renewal;
-    renewal.buffer_id = static_cast<uint16_t>(id);
-    renewal.rkey = rkey;
-    send(fabric::SendKind::send_immediate, wire::IoResponseImmediate{id, error, false}.encode(),
-         wire::bytes_of(renewal));
-  }
-};
-
-struct World {
-  static constexpr uint32_t depth = 4;
-  static constexpr uint32_t io_size = 8192;
-  static constexpr uint32_t chunk_size = io_size + 4096;
-
-  explicit World(MemoryFabricOptions options = {}) : fabric(options), listener(fabric.listen(address)) {
-    response.queue_depth = depth;
-    response.max_io_size = io_size;
-    response.max_hdr_size = 4096;
-    chunks.resize(size_t{depth} * chunk_size);
-    region = domain->register_region(chunks.data(), chunks.size(), fabric::Access::remote_write);
-    client_options.where.target = address;
-    client_options.session_name = "host-1";
-    client_options.io_connections = 2;
-    client_options.session_uuid[0] = std::byte{0xa0};
-    client_options.path_uuid[0] = std::byte{0x10};
-  }
-
-  void make_path() {
-    path = std::make_unique<ClientPath>(fabric, client_options, [](LogLevel, std::string_view) {});
-    path->start(now);
-  }
-
-  void step() {
-    listener->progress(now, [&](std::unique_ptr<fabric::ConnectRequest> incoming) {
-      auto peer = std::make_unique<Peer>();
-      peer->request = *wire::parse_connect_request(incoming->private_data());
-      if (reject_with) {
-        incoming->reject(*reject_with);
-        return;
-      }
-      peer->endpoint = incoming->make_endpoint(*domain);
-      peer->endpoint->set_handler(peer.get());
-      if (peer->request.cid == 0) peer->endpoint->post_receive(7, peer->info.data(), peer->info.size());
-      peer->endpoint->post_empty_receives(1, 100);
-      peer->endpoint->accept(wire::bytes_of(response));
-      peers.push_back(std::move(peer));
-    });
-    fabric.settle(now);
-  }
-  void steps(int count = 12) {
-    for (int i = 0; i < count; ++i) step();
-  }
-
-  std::vector<std::byte> info_response() const {
-    std::vector<std::byte> bytes(sizeof(wire::InfoResponseHeader) + sizeof(wire::Descriptor));
-    wire::InfoResponseHeader header;
-    header.descriptor_count = 1;
-    wire::Descriptor descriptor;
-    descriptor.address = region->remote_address();
-    descriptor.key = region->rkey();
-    descriptor.length = static_cast<uint32_t>(chunks.size());
-    wire::store(bytes.data(), header);
-    wire::store(bytes.data() + sizeof header, descriptor);
-    return bytes;
-  }
+struct World : test::ScriptedServer {
+  using ScriptedServer::ScriptedServer;
   void connect() {
     make_path();
     steps();
@@ -133,26 +29,6 @@ struct World {
     steps();
     REQUIRE(path->state() == ClientPath::State::connected);
   }
-  // The message of a request as it lies in its chunk.
-  std::span<const std::byte> chunk(uint32_t id) const {
-    return {chunks.data() + size_t{id} * chunk_size, chunk_size};
-  }
-  wire::Descriptor descriptor_at(uint32_t id, uint32_t offset) const {
-    return wire::load<wire::Descriptor>(chunk(id).data() + offset + sizeof(wire::ReadMessage));
-  }
-
-  const fabric::Address address = memory_address("10.0.0.1", 1234);
-  TimePoint now = start_time + 1h;
-  MemoryFabric fabric;
-  std::unique_ptr<fabric::Listener> listener;
-  std::unique_ptr<fabric::Domain> domain = fabric.make_domain();
-  std::vector<std::byte> chunks;
-  std::unique_ptr<fabric::Region> region;
-  wire::ConnectResponse response;
-  std::optional<std::vector<std::byte>> reject_with;
-  std::vector<std::unique_ptr<Peer>> peers;
-  rtrs::ClientOptions client_options;
-  std::unique_ptr<ClientPath> path;
 };
 
 std::vector<std::byte> pattern(size_t length, uint8_t seed) {

@@ -15,7 +15,7 @@ TEST_CASE("the lowest free permit is taken, and no more than there are") {
     for (uint32_t id = 0; id < count; ++id) CHECK(permits.try_acquire() == id);
     CHECK_FALSE(permits.try_acquire());
     permits.release(count - 1);
-    permits.release(0);
+    if (count > 1) permits.release(0);
     if (count > 1) {
       CHECK(permits.try_acquire() == 0);
       CHECK(permits.try_acquire() == count - 1);
