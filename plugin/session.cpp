@@ -347,7 +347,8 @@ void Session::housekeep(std::stop_token stop) {
           error.clear();
           break;
         }
-        error = target.text() + ": " + path_->failure();
+        const std::string address = target.text();
+        error = (server_text_.ends_with(address) ? "" : address + ": ") + path_->failure();
         drive_all(false, disconnect_limit);
       }
     }

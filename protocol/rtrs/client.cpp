@@ -395,8 +395,12 @@ void ClientPath::Connection::on_completion(const fabric::Completion& completion)
 
 void ClientPath::Connection::on_disconnected(fabric::DisconnectReason reason, std::string_view detail) {
   if (!path.disconnecting_.load()) {
-    std::string text(fabric::to_string(reason));
-    if (!detail.empty()) text.append(": ").append(detail);
+    // What a failed connect says is said by its errno alone.
+    const bool errno_says_it = !detail.empty() && (reason == fabric::DisconnectReason::refused ||
+                                                   reason == fabric::DisconnectReason::unreachable);
+    std::string text(errno_says_it ? detail : fabric::to_string(reason));
+    if (!errno_says_it && !detail.empty()) text.append(": ").append(detail);
+    if (reason == fabric::DisconnectReason::refused) text += "; is rtrsd running and listening there?";
     path.fail(text);
   } else {
     path.failed_.store(true, std::memory_order_seq_cst);
