@@ -38,6 +38,7 @@ struct SessionIdentity {
   wire::Uuid uuid{};
   std::string name;             // as the client gave it in INFO_REQ: checked, but print it with printable()
   fabric::Address peer;         // of the first path
+  uint32_t max_io_size = 0;     // bytes of data per request
 };
 
 // One request being executed. Belongs to the session; valid until respond().
@@ -112,6 +113,8 @@ class Server {
  public:
   Server(fabric::Fabric& fabric, Directory& directory, uint32_t reactor_index, const ServerLimits& limits,
          ServerEnvironment& environment, LogSink log);
+  // Nothing may be executed any more: either idle(), or the upper layer's operations have ended. Connections that
+  // are still open are cut.
   ~Server();
 
   // A connection request whose session Directory::route placed here.

@@ -598,6 +598,11 @@ uint64_t MemoryEndpoint::flushes() const {
   return state_->flushes;
 }
 
+uint64_t MemoryEndpoint::deliveries() const {
+  const std::lock_guard lock(core_->mutex);
+  return state_->deliveries;
+}
+
 MemoryEndpoint* MemoryEndpoint::peer() const {
   const std::lock_guard lock(core_->mutex);
   const auto other = state_->peer.lock();

@@ -113,6 +113,7 @@ class MemoryEndpoint final : public fabric::Endpoint {
   [[nodiscard]] size_t receives() const;  // posted and not consumed
   [[nodiscard]] size_t unflushed() const;  // posted and not flushed, or flushed and not taken
   [[nodiscard]] uint64_t flushes() const;
+  [[nodiscard]] uint64_t deliveries() const;  // messages and events so far
   [[nodiscard]] MemoryEndpoint* peer() const;  // null when destroyed, or not yet accepted
 
  private:
