@@ -105,6 +105,10 @@ tl::expected<std::unique_ptr<Device>, std::pair<int, std::string>> Device::open(
   device->device_id_ = parsed->device_id;
   device->properties_ = rnbd::properties_of(*parsed);
   device->properties_.read_only = access == wire::AccessMode::read_only;
+  if (device->properties_.logical_block_size > device->session_->geometry().max_io_size) {
+    return refuse(EIO, "its logical block is larger than the session's largest request; raise max-io-size at the "
+                       "server");
+  }
   return device;
 }
 
