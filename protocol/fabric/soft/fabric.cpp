@@ -16,8 +16,8 @@ class SoftFabric final : public Fabric {
  public:
   explicit SoftFabric(const Options& options)
       : options_(options), keys_(std::make_shared<KeyTable>()) {
-    assert(options.segment_payload > 0 && options.segment_payload <= segment_payload_max &&
-           options.segment_payload % 4 == 0);
+    assert(options.segment_payload >= segment_payload_min &&
+           options.segment_payload <= segment_payload_max && options.segment_payload % 4 == 0);
     assert(options.pending_max > 0 && options.pending_per_source_max > 0);
   }
 

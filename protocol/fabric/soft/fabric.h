@@ -20,7 +20,7 @@ enum class Crc : uint8_t {
 
 struct Options {
   Crc crc = Crc::automatic;
-  // Payload bytes per FPDU; a multiple of 4, at most 64748.
+  // Payload bytes per FPDU; a multiple of 4, from 8 to 64748.
   uint32_t segment_payload = 61440;
 
   // Whole request after TCP accept; accept() after that.

@@ -62,7 +62,8 @@ std::span<const std::byte> SendQueue::Payload::take(size_t length) {
 }
 
 SendQueue::SendQueue(bool crc, uint32_t segment_payload) : crc_(crc), segment_payload_(segment_payload) {
-  assert(segment_payload > 0 && segment_payload <= segment_payload_max && segment_payload % 4 == 0);
+  assert(segment_payload >= segment_payload_min && segment_payload <= segment_payload_max &&
+         segment_payload % 4 == 0);
 }
 
 void SendQueue::post(const SendRequest& request) {

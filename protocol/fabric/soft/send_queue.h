@@ -21,6 +21,8 @@ namespace rtrsnbd::fabric::soft {
 inline constexpr uint32_t segment_payload_default = 61440;  // 15 pages
 // RFC 5044's ceiling of 64768 for an FPDU's ULPDU, less a header, in whole words.
 inline constexpr uint32_t segment_payload_max = 64748;
+// Immediate Data must be in one piece.
+inline constexpr uint32_t segment_payload_min = sizeof(wire::iwarp::ImmediatePayload);
 
 // Memory that is given out and given back in the same order.
 class Arena {
