@@ -234,7 +234,11 @@ tl::expected<Node, YamlError> parse_yaml(std::string_view text) {
   } catch (const Refused& refused) {
     return tl::unexpected(refused.error);
   } catch (const YAML::Exception& exception) {
-    return tl::unexpected(YamlError{line_of(exception.mark), "not valid YAML: " + exception.msg});
+    std::string why = "not valid YAML: " + exception.msg;
+    if (exception.msg == YAML::ErrorMsg::MAP_VALUE) {
+      why += "; a value with a colon before a blank or at its end needs quotes";
+    }
+    return tl::unexpected(YamlError{line_of(exception.mark), std::move(why)});
   }
 }
 

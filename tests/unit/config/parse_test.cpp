@@ -345,7 +345,9 @@ TEST_CASE("bad input is refused with file, line, key and what would be right") {
       {"tag on a list", "volumes: !x\n  - name: a\n    path: /a\n",
        "F:1: a tag (!name); tags are not supported here"},
       {"unclosed", "volumes: [\n", "F:2: not valid YAML: end of sequence flow not found"},
-      {"map in a value", "volumes:\n  - name: a: b\n", "F:2: not valid YAML: illegal map value"},
+      {"map in a value", "volumes:\n  - name: a: b\n",
+       "F:2: not valid YAML: illegal map value; a value with a colon before a blank or at its end "
+       "needs quotes"},
   };
   for (const BadInput& bad : table) {
     CAPTURE(bad.what);
