@@ -163,9 +163,13 @@ void close(void* handle) {
   connection->volume.reset();
 }
 
+// Only of a zero does nbdkit understand "not supported": it writes zeroes instead. Of others it would make
+// "Invalid argument".
+enum class Unsupported { falls_back, is_io_error };
+
 // Runs an operation; its errno to nbdkit, with words where the transport is to blame.
 template <typename Operation>
-int perform(void* handle, Operation operation) {
+int perform(void* handle, Operation operation, Unsupported unsupported = Unsupported::is_io_error) {
   auto& connection = connection_of(handle);
   int error;
   try {
@@ -174,6 +178,7 @@ int perform(void* handle, Operation operation) {
     error = ENOMEM;
   }
   if (error == 0) return 0;
+  if (error == ENOTSUP && unsupported == Unsupported::is_io_error) error = EIO;
   auto& session = connection.device().session();
   if (!session.usable()) {
     if (!connection.loss_reported.exchange(true)) {  // once per NBD connection, not once per request
@@ -240,10 +245,11 @@ int trim(void* handle, uint32_t count, uint64_t offset, uint32_t flags) {
 }
 
 int zero(void* handle, uint32_t count, uint64_t offset, uint32_t flags) {
-  return perform(handle, [&](Device& device) {
+  const auto operation = [&](Device& device) {
     return device.zero(connection_of(handle).lane, count, offset, (flags & NBDKIT_FLAG_MAY_TRIM) != 0,
                        (flags & NBDKIT_FLAG_FUA) != 0);
-  });
+  };
+  return perform(handle, operation, Unsupported::falls_back);
 }
 
 nbdkit_plugin make_plugin() {

@@ -87,7 +87,7 @@ void Lane::completed(Operation& operation, int error) {
   uint32_t before;
   {
     const std::lock_guard lock(mutex_);
-    leader_receives_ = false;
+    leader_receives_ = housekeeper_leads_;  // a request thread is awake now, and sends before it sleeps again
     if (operation.linked_) {
       unlink(operation);
       ++woken_;
@@ -177,6 +177,7 @@ bool Lane::take_lead() {
   const std::lock_guard lock(mutex_);
   if (led_) return false;
   led_ = true;
+  housekeeper_leads_ = true;
   leader_receives_ = true;  // the housekeeper does not send for others
   return true;
 }

@@ -74,6 +74,7 @@ class Lane {
   const uint32_t cid_;
   std::mutex mutex_;
   bool led_ = false;
+  bool housekeeper_leads_ = false;
   bool leader_receives_ = false;  // the leader may be asleep: whoever queues must send for himself
   uint32_t woken_ = 0;            // followers woken since the leader last received
   Operation* first_ = nullptr;    // followers, oldest first
