@@ -34,7 +34,7 @@ class VolumeRegistry::Opened final : public rnbd::OpenDevice {
       volume_.access.release(mode_);
       volume_.opened.erase(&device_);
     }
-    registry_.log_(LogLevel::info, "volume " + volume_.name + ": closed (" + mode_text(mode_) + ") by " + who_);
+    registry_.log_(LogLevel::debug, "volume " + volume_.name + ": closed (" + mode_text(mode_) + ") by " + who_);
   }
   [[nodiscard]] const rnbd::DeviceProperties& properties() const override { return device_.properties(); }
   void submit(rnbd::BlockRequest& request) override {
@@ -90,7 +90,7 @@ class VolumeRegistry::View final : public rnbd::Volumes {
       const std::lock_guard lock(registry_.mutex_);
       volume.opened.insert(&opened->device());
     }
-    registry_.log_(LogLevel::info, "volume " + volume.name + ": opened (" + mode_text(mode) + ") by " + who);
+    registry_.log_(LogLevel::debug, "volume " + volume.name + ": opened (" + mode_text(mode) + ") by " + who);
     return opened;
   }
 
