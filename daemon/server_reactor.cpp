@@ -196,13 +196,17 @@ void ServerReactor::want_flush(fabric::Endpoint& endpoint) {
 void ServerReactor::serve(Line& line) {
   line.to_serve = false;
   recent_ = &line;
+  bool last_call = false;
   for (uint32_t calls = 0; line.endpoint != nullptr; ++calls) {
     if (calls == progress_calls_max) {
       line.to_serve = true;
       to_serve_.push_back(&line);
       return;
     }
-    if (!line.endpoint->progress(fabric::Wait::no, reactor_.now())) break;
+    if (line.endpoint->progress(fabric::Wait::no, reactor_.now())) continue;
+    // A short read empties the socket, except of the end of the stream: one more call finds that.
+    if (line.endpoint == nullptr || !line.watch->hung_up() || last_call) break;
+    last_call = true;
   }
   if (line.endpoint != nullptr && line.endpoint->wants_write()) line.watch->want_output();
 }

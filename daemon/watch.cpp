@@ -29,6 +29,7 @@ void Watch::Poll::complete(int result, uint32_t flags) {
     watch_.arm(*this);
     return;
   }
+  if (result > 0 && (result & (POLLRDHUP | POLLHUP | POLLERR)) != 0) watch_.hung_up_ = true;
   // Armed before the handler runs: a byte that arrives while it reads is then reported again.
   if (ended && input_ && result != -EBADF) watch_.arm(*this);
   watch_.tell();

@@ -27,6 +27,10 @@ class Watch final : public Lingering {
   // One call of on_ready when fd can be written to.
   void want_output();
 
+  // The peer has said its last word. A poll tells of news only: when the end of the stream arrives together with
+  // the last bytes, no second call comes for it, so whoever reads must then read up to it.
+  [[nodiscard]] bool hung_up() const { return hung_up_; }
+
  private:
   class Poll final : public Operation {
    public:
@@ -64,6 +68,7 @@ class Watch final : public Lingering {
   bool retired_ = false;
   bool telling_ = false;  // inside on_ready_, which may retire the watch
   bool multishot_ = true;
+  bool hung_up_ = false;
   Poll input_{*this, true};
   Poll output_{*this, false};
   Cancel cancel_input_{*this, input_};

@@ -35,9 +35,9 @@ class ConnectionClosed(Exception):
 class Rejected(Exception):
     def __init__(self, private):
         self.private = private
-        self.response = wire.ConnectResponse(private, rejected=True) if private else None
+        self.response = wire.ConnectResponse(private, rejected=True) if len(private) >= 56 else None
         self.error = self.response.error if self.response else None
-        super().__init__("rejected: %s" % (wire.errno_name(self.error) if self.error else "no private data"))
+        super().__init__("rejected: %s" % (wire.errno_name(self.error) if self.error else "without a reason"))
 
 
 class TimedOut(Exception):
@@ -64,7 +64,7 @@ class Connection:
         self.msn_out, self.msn_in = 1, 1
         self.partial, self.partial_op, self.partial_ulp = None, None, 0
         self.tagged_next = None  # (stag, to) a continued tagged message must go on at
-        self.log = None          # list collecting what is sent, for the mutator
+        self.answer_fin = True   # a FIN by a FIN, as it should be
         self.socket = socket.create_connection(address, timeout, source_address=(source, 0) if source else None)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -74,8 +74,6 @@ class Connection:
     # --- sending
 
     def send_raw(self, data):
-        if self.log is not None:
-            self.log.append((self.cid, bytes(data)))
         try:
             self.socket.sendall(data)
         except (ConnectionError, BrokenPipeError) as error:
@@ -158,6 +156,11 @@ class Connection:
             self.received += data
         else:
             self.eof = True
+            if self.answer_fin:
+                try:
+                    self.socket.shutdown(socket.SHUT_WR)
+                except OSError:
+                    pass
         return True
 
     def _drain(self):
@@ -344,7 +347,6 @@ class Session:
         self.invalidated = set()
         self.next_stag = int.from_bytes(os.urandom(2), "big") << 8 | 0x100
         self.heartbeats, self.acks, self.answer_heartbeats = 0, 0, True
-        self.log = None
 
     def __enter__(self):
         return self
@@ -356,7 +358,6 @@ class Session:
 
     def open_connection(self, cid, mpa=None, **request):
         connection = Connection(self.address, self.regions, cid, self.source, self.timeout)
-        connection.log = self.log
         request.setdefault("cid_num", self.connections_wanted)
         request.setdefault("first_conn", self.first_conn)
         private = wire.connect_request(request.pop("path_uuid", self.path_uuid),
@@ -423,7 +424,7 @@ class Session:
         return Image(chunk, 0, payload, len(data) + len(user) if offset is None else offset)
 
     def read_image(self, user, length=0, need_inval=True, chunk=None, usr_len=None, kind=wire.RTRS_READ,
-                   offset=None, desc_len=None, desc_key=None, desc_addr=None, count=None, flags=None):
+                   offset=None, desc_len=None, desc_key=None, desc_addr=None, count=None, read_flags=None):
         chunk = self.permit() if chunk is None else chunk
         stag = region = None
         descriptors = []
@@ -431,9 +432,10 @@ class Session:
             stag, region = self.region(length)
             descriptors = [(region.base if desc_addr is None else desc_addr, stag if desc_key is None else desc_key,
                             length if desc_len is None else desc_len)]
-        if flags is None:
-            flags = wire.NEED_INVAL if need_inval and length else 0
-        payload = user + wire.read_message(len(user) if usr_len is None else usr_len, descriptors, flags, kind, count)
+        if read_flags is None:
+            read_flags = wire.NEED_INVAL if need_inval and length else 0
+        payload = user + wire.read_message(len(user) if usr_len is None else usr_len, descriptors, read_flags, kind,
+                                           count)
         return Image(chunk, length, payload, length + len(user) if offset is None else offset, region, stag, length)
 
     def frames(self, image, connection):

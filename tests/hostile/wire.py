@@ -322,4 +322,6 @@ def open_response(device=0, sectors=131072, max_hw_sectors=256, write_zeroes=838
 
 
 def errno_name(number):
+    if number == errno.EOPNOTSUPP:
+        return "EOPNOTSUPP"  # and not its other name
     return "ok" if number == 0 else errno.errorcode.get(number, str(number))
