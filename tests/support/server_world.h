@@ -7,9 +7,9 @@
 #include <cassert>
 #include <functional>
 #include <memory>
-#include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "protocol/rtrs/server.h"
@@ -90,15 +90,16 @@ class ServerWorld : public rtrs::ServerEnvironment {
     return std::make_unique<RecordingUpper>(upper);
   }
   void attach(fabric::Endpoint& endpoint) override {
-    if (!attached.insert(&endpoint).second) throw std::logic_error("attached twice");
+    if (contains(attached, endpoint)) throw std::logic_error("attached twice");
+    attached.push_back(&endpoint);
   }
   void detach(fabric::Endpoint& endpoint) override {
-    if (attached.erase(&endpoint) == 0) throw std::logic_error("detached without attach");
-    wanted.erase(&endpoint);
+    if (std::erase(attached, &endpoint) == 0) throw std::logic_error("detached without attach");
+    std::erase(wanted, &endpoint);
   }
   void want_flush(fabric::Endpoint& endpoint) override {
-    if (!attached.contains(&endpoint)) throw std::logic_error("flush of an endpoint that is not attached");
-    wanted.insert(&endpoint);
+    if (!contains(attached, endpoint)) throw std::logic_error("flush of an endpoint that is not attached");
+    if (!contains(wanted, endpoint)) wanted.push_back(&endpoint);
   }
 
   // --- The reactor
@@ -110,8 +111,8 @@ class ServerWorld : public rtrs::ServerEnvironment {
       moved = true;
       server->on_connect_request(std::move(request), now);
     });
-    for (fabric::Endpoint* endpoint : std::vector(attached.begin(), attached.end())) {
-      if (!attached.contains(endpoint)) continue;
+    for (fabric::Endpoint* endpoint : std::vector(attached)) {
+      if (!contains(attached, *endpoint)) continue;
       auto& memory = dynamic_cast<MemoryEndpoint&>(*endpoint);
       const uint64_t before = memory.deliveries();
       memory.progress(fabric::Wait::no, now);
@@ -125,6 +126,10 @@ class ServerWorld : public rtrs::ServerEnvironment {
   }
 
   void tick() { server->tick(now); }
+
+  static bool contains(const std::vector<fabric::Endpoint*>& list, const fabric::Endpoint& endpoint) {
+    return std::find(list.begin(), list.end(), &endpoint) != list.end();
+  }
 
   class Chunks final : public rtrs::ChunkMemory {
    public:
@@ -148,7 +153,7 @@ class ServerWorld : public rtrs::ServerEnvironment {
   std::vector<rtrs::SessionIdentity> identities;
   RecordingUpper::Log upper;
   std::function<std::unique_ptr<rtrs::UpperSession>(const rtrs::SessionIdentity&)> make_upper;
-  std::set<fabric::Endpoint*> attached, wanted;
+  std::vector<fabric::Endpoint*> attached, wanted;  // in the order of their coming
   std::unique_ptr<fabric::Listener> listener;
   std::unique_ptr<rtrs::Server> server;
 };
