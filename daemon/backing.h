@@ -26,7 +26,7 @@ namespace rtrsnbd::daemon {
 // How reads and writes get to the backing.
 enum class Transfer : uint8_t {
   memory,    // tmpfs and its like: a plain call, which never waits for a disk
-  buffered,  // page cache: a call that may not sleep first, then the ring
+  buffered,  // page cache by the ring; reads first by a call that may not sleep
   direct,    // O_DIRECT by the ring
 };
 
@@ -79,9 +79,8 @@ class Backing {
   [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
   void fail(const char* what, int error);
 
-  // What the backing was found not to support; learned on the way, so that it is tried once.
+  // Cleared when the filesystem does not support it; learned on the way, so that it is tried once.
   std::atomic<bool> nowait_reads{true};
-  std::atomic<bool> nowait_writes{true};
 
   // --- These sleep. Each returns 0 or a positive errno.
 

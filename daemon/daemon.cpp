@@ -185,8 +185,7 @@ class Service {
     }
     const std::string& missing = reactors_.front()->reactor().ring().missing();
     if (!missing.empty()) {
-      log_.write(LogLevel::notice,
-                 "the io_uring of this kernel lacks " + missing + "; serving without, at a little more CPU per request");
+      log_.write(LogLevel::notice, "io_uring of this system: " + missing + "; costs a little more CPU per request");
     }
     return true;
   }

@@ -99,11 +99,10 @@ std::unique_ptr<rtrs::ChunkMemory> ChunkAllocator::allocate(size_t bytes, std::s
     return nullptr;
   }
   auto chunks = std::make_unique<Chunks>(memory, bytes, reserved, budget_, reactor_);
-  if (use_registered_) {
-    if (const int error = chunks->register_with_ring(); error != 0) {
-      log_(LogLevel::notice, why_unregistered(error, bytes));
-      use_registered_ = false;  // said once; the limit will not move by itself
-    }
+  if (use_registered_ && budget_.registering()) {
+    const int error = chunks->register_with_ring();
+    // Said once for all sessions; the limit will not move by itself.
+    if (error != 0 && budget_.give_up_registering()) log_(LogLevel::notice, why_unregistered(error, bytes));
   }
   return chunks;
 }

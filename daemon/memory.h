@@ -23,9 +23,14 @@ class MemoryBudget {
   [[nodiscard]] uint64_t used() const { return used_.load(std::memory_order_relaxed); }
   [[nodiscard]] uint64_t bytes_max() const { return bytes_max_; }
 
+  // Locked memory has a limit too, outside of us. True for the first who meets it.
+  bool give_up_registering() { return !unregistered_.exchange(true, std::memory_order_relaxed); }
+  [[nodiscard]] bool registering() const { return !unregistered_.load(std::memory_order_relaxed); }
+
  private:
   const uint64_t bytes_max_;
   std::atomic<uint64_t> used_{0};
+  std::atomic<bool> unregistered_{false};
 };
 
 // Makes the chunks of sessions on one reactor. Registers them with the ring where that helps.
@@ -39,7 +44,7 @@ class ChunkAllocator {
  private:
   Reactor& reactor_;
   MemoryBudget& budget_;
-  bool use_registered_;
+  const bool use_registered_;
   LogSink log_;
 };
 

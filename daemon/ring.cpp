@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "daemon/ring.h"
 
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -21,6 +22,10 @@ namespace {
 #define IORING_SETUP_DEFER_TASKRUN (1U << 13)
 #endif
 
+// What fits into 64 KiB of locked memory, once the usual limit.
+constexpr uint32_t small_entries = 64;
+constexpr uint32_t small_completion_entries = 256;
+
 constexpr uint32_t flags_always = IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP | IORING_SETUP_R_DISABLED;
 
 struct Attempt {
@@ -32,11 +37,17 @@ constexpr Attempt attempts[] = {
     {KernelLevel::newest,
      IORING_SETUP_SUBMIT_ALL | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, ""},
     {KernelLevel::v6_0, IORING_SETUP_SUBMIT_ALL | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_COOP_TASKRUN,
-     "DEFER_TASKRUN (Linux 6.1)"},
+     "without DEFER_TASKRUN (Linux 6.1)"},
     {KernelLevel::v5_19, IORING_SETUP_SUBMIT_ALL | IORING_SETUP_COOP_TASKRUN,
-     "DEFER_TASKRUN (Linux 6.1), SINGLE_ISSUER (6.0)"},
-    {KernelLevel::v5_15, 0, "DEFER_TASKRUN (Linux 6.1), SINGLE_ISSUER (6.0), COOP_TASKRUN (5.19)"},
+     "without DEFER_TASKRUN (Linux 6.1), without SINGLE_ISSUER (6.0)"},
+    {KernelLevel::v5_15, 0, "without DEFER_TASKRUN (Linux 6.1), without SINGLE_ISSUER (6.0), without COOP_TASKRUN (5.19)"},
 };
+
+std::string memlock_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "nothing less than all of it";
+  return std::to_string(limit.rlim_cur / 1024) + " KiB";
+}
 
 std::string refusal(int error) {
   std::string text = std::string("cannot set up io_uring: ") + std::strerror(error);
@@ -58,7 +69,8 @@ std::string refusal(int error) {
       return text + "; the kernel is too old or built without CONFIG_IO_URING (5.15 or later is needed), or "
                     "a seccomp filter hides it";
     case ENOMEM:
-      return text + "; raise the locked-memory limit (LimitMEMLOCK= of the unit, ulimit -l), or free memory";
+      return text + "; locked memory is limited to " + memlock_limit() +
+             ": raise that (LimitMEMLOCK= of the unit, ulimit -l), or free memory";
     case EMFILE:
     case ENFILE:
       return text + "; raise the limit of open files (LimitNOFILE= of the unit)";
@@ -69,31 +81,41 @@ std::string refusal(int error) {
 
 }  // namespace
 
-Ring::Ring(const RingOptions& options) { create(options); }
+Ring::Ring(const RingOptions& options) {
+  int error = create(options, options.entries, options.completion_entries);
+  if (error == ENOMEM && options.entries > small_entries) {
+    error = create(options, small_entries, small_completion_entries);
+    if (error == 0) {
+      missing_ += std::string(missing_.empty() ? "" : ", ") + "small queues, as locked memory is limited to " +
+                  memlock_limit();
+    }
+  }
+  if (error != 0) throw SetUpError(refusal(error));
+  make_tables(options);
+}
 
-void Ring::create(const RingOptions& options) {
-  int result = -EINVAL;
+// Returns 0 or an errno.
+int Ring::create(const RingOptions& options, uint32_t entries, uint32_t completion_entries) {
   for (const Attempt& attempt : attempts) {
     if (attempt.level > options.level) continue;
     io_uring_params parameters{};
     parameters.flags = flags_always | attempt.flags;
-    parameters.cq_entries = options.completion_entries;
-    result = io_uring_queue_init_params(options.entries, &ring_, &parameters);
-    if (result == 0) {
-      missing_ = attempt.missing;
-      deferred_ = (attempt.flags & IORING_SETUP_DEFER_TASKRUN) != 0;
-      // Completions that do not fit are kept by the kernel, sockets are waited for without a thread.
-      constexpr uint32_t needed = IORING_FEAT_NODROP | IORING_FEAT_FAST_POLL;
-      if ((parameters.features & needed) != needed) {
-        io_uring_queue_exit(&ring_);
-        throw SetUpError("the io_uring of this kernel is too old: Linux 5.15 or later is needed");
-      }
-      break;
-    }
-    if (result != -EINVAL) break;  // EINVAL: a flag this kernel does not know
+    parameters.cq_entries = completion_entries;
+    const int result = io_uring_queue_init_params(entries, &ring_, &parameters);
+    if (result == -EINVAL) continue;  // a flag this kernel does not know
+    if (result < 0) return -result;
+    missing_ = attempt.missing;
+    deferred_ = (attempt.flags & IORING_SETUP_DEFER_TASKRUN) != 0;
+    // Completions that do not fit are kept by the kernel, sockets are waited for without a thread.
+    constexpr uint32_t needed = IORING_FEAT_NODROP | IORING_FEAT_FAST_POLL;
+    if ((parameters.features & needed) == needed) return 0;
+    io_uring_queue_exit(&ring_);
+    return ENOSYS;
   }
-  if (result < 0) throw SetUpError(refusal(-result));
+  return EINVAL;
+}
 
+void Ring::make_tables(const RingOptions& options) {
   // A table of empty slots. Registering -1 works since 5.5, register_files_sparse only since 5.19.
   const std::vector<int> no_files(options.file_slots, -1);
   if (io_uring_register_files(&ring_, no_files.data(), options.file_slots) == 0) {
@@ -107,7 +129,7 @@ void Ring::create(const RingOptions& options) {
     }
   } else {
     buffers_error_ = -buffers;
-    if (buffers == -EINVAL) missing_ += std::string(missing_.empty() ? "" : ", ") + "sparse buffer tables (5.19)";
+    if (buffers == -EINVAL) missing_ += std::string(missing_.empty() ? "" : ", ") + "without sparse buffer tables (5.19)";
   }
 }
 

@@ -41,7 +41,7 @@ class Ring {
   void adopt();
 
   [[nodiscard]] io_uring* get() { return &ring_; }
-  // What this kernel lacks, for one line of the log; empty if nothing.
+  // What has to be done without here, for one line of the log; empty if nothing.
   [[nodiscard]] const std::string& missing() const { return missing_; }
   [[nodiscard]] bool deferred() const { return deferred_; }  // completions appear only inside io_uring_enter
 
@@ -54,7 +54,8 @@ class Ring {
   void remove_buffer(int index);
 
  private:
-  void create(const RingOptions& options);
+  int create(const RingOptions& options, uint32_t entries, uint32_t completion_entries);
+  void make_tables(const RingOptions& options);
 
   io_uring ring_{};
   bool disabled_ = true;

@@ -264,18 +264,16 @@ bool StoreDevice::submit_inline(rnbd::BlockRequest& request, uint64_t& done) {
   switch (backing.transfer()) {
     case Transfer::memory: break;
     case Transfer::direct: return false;
-    case Transfer::buffered: {
-      std::atomic<bool>& nowait = write ? backing.nowait_writes : backing.nowait_reads;
-      // A durable write always waits for the disk.
-      if ((write && request.fua) || !nowait.load(std::memory_order_relaxed)) return false;
+    case Transfer::buffered:
+      // Only reads: RWF_NOWAIT does not keep a write from sleeping on a frozen filesystem.
+      if (write || !backing.nowait_reads.load(std::memory_order_relaxed)) return false;
       flags = RWF_NOWAIT;
       break;
-    }
   }
   const int error = backing.transfer_now(write, request.data, request.offset, request.length, done, flags);
   if (flags != 0 && error == EAGAIN) return false;
   if (flags != 0 && (error == EOPNOTSUPP || error == EINVAL)) {
-    (write ? backing.nowait_writes : backing.nowait_reads).store(false, std::memory_order_relaxed);
+    backing.nowait_reads.store(false, std::memory_order_relaxed);
     return false;
   }
   finish(request, error);

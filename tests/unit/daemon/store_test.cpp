@@ -7,6 +7,9 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 #include "tests/unit/daemon/support.h"
 
@@ -130,39 +133,52 @@ TEST_CASE("a-flush-beside-the-failing-one-reports-success") {
 }
 
 TEST_CASE("flushes-that-could-share-one-fdatasync-do-not-or-share-one-that-began-too-early") {
-  class Slow final : public SystemCalls {
+  class Gated final : public SystemCalls {
    public:
     int fdatasync(int) override {
-      const std::lock_guard lock(mutex);
+      std::unique_lock lock(mutex);
       ++started;
-      usleep(20000);
-      finished = started;
+      changed.notify_all();
+      changed.wait(lock, [this] { return open; });
       return 0;
     }
+    void set_open(bool value) {
+      const std::lock_guard lock(mutex);
+      open = value;
+      changed.notify_all();
+    }
+    void wait_until_started(int count) {
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [&] { return started >= count; });
+    }
     std::mutex mutex;
+    std::condition_variable changed;
+    bool open = false;
     int started = 0;
-    std::atomic<int> finished{0};
   };
   const TemporaryDirectory directory("/var/tmp");
-  Slow calls;
+  Gated calls;
   StoreRig rig;
   const Opened volume(rig, on_disk(directory, config::Direct::off), calls);
-  std::vector<std::unique_ptr<Request>> requests;
-  std::vector<Request*> pointers;
-  for (int i = 0; i < 4; ++i) {
-    requests.push_back(std::make_unique<Request>());
-    requests.back()->op = RnbdOp::flush;
-    pointers.push_back(requests.back().get());
+  std::thread first([&] { CHECK(volume.backing->flush() == 0); });
+  calls.wait_until_started(1);
+  // These come while it runs: it may have begun before their writes, so it does not count for them, but
+  // one more can serve them all.
+  std::atomic<int> entered{0};
+  std::vector<std::thread> others;
+  for (int i = 0; i < 8; ++i) {
+    others.emplace_back([&] {
+      ++entered;
+      CHECK(volume.backing->flush() == 0);
+    });
   }
-  rig.run(*volume.device, pointers);
-  CHECK(calls.finished >= 1);
-  CHECK(calls.finished <= 2);  // the first, and one for all that came while it ran
-  std::thread beside([&] { CHECK(volume.backing->flush() == 0); });
-  usleep(5000);
-  const int before = calls.finished;
-  CHECK(volume.backing->flush() == 0);
-  CHECK(calls.finished == before + 2);  // the running one does not count for us
-  beside.join();
+  while (entered < 8) usleep(1000);
+  usleep(100000);
+  calls.set_open(true);
+  first.join();
+  for (std::thread& other : others) other.join();
+  CHECK(calls.started >= 2);
+  CHECK(calls.started <= 4);  // 2, unless this machine kept a thread waiting for a tenth of a second
 }
 
 TEST_CASE("a-durable-write-that-failed-leaves-the-volume-trusted") {
