@@ -122,7 +122,8 @@ constexpr size_t host_length_max = 255;
 tl::expected<uint16_t, std::string> parse_port(std::string_view text) {
   unsigned value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  const bool number = !text.empty() && error != std::errc::invalid_argument && end == text.data() + text.size();
+  const bool number =
+      !text.empty() && error != std::errc::invalid_argument && end == text.data() + text.size();
   if (!number) return tl::unexpected("port '" + std::string(text) + "' is not a number");
   if (error != std::errc() || value < 1 || value > 65535)
     return tl::unexpected("port " + std::string(text) + " is not between 1 and 65535");
@@ -173,11 +174,13 @@ tl::expected<HostPort, std::string> parse_host_port(std::string_view text, uint1
   }
   if (result.host == "*") result.host.clear();
   if (result.host.size() > host_length_max)
-    return tl::unexpected("the host name is longer than " + std::to_string(host_length_max) + " bytes");
+    return tl::unexpected("the host name is longer than " + std::to_string(host_length_max) +
+                          " bytes");
   const auto bad = std::find_if(result.host.begin(), result.host.end(), [](char c) {
     return static_cast<unsigned char>(c) <= ' ' || c == '\x7f' || c == '/' || c == '[' || c == ']';
   });
-  if (bad != result.host.end()) return tl::unexpected(std::string("the host name has an invalid character"));
+  if (bad != result.host.end())
+    return tl::unexpected(std::string("the host name has an invalid character"));
   return result;
 }
 
@@ -219,7 +222,8 @@ tl::expected<std::vector<Address>, std::string> resolve(const HostPort& where, b
     const Address address(entry->ai_addr, entry->ai_addrlen);
     if (is_internet(address)) result.push_back(address);
   }
-  if (result.empty()) return tl::unexpected("host '" + where.host + "' has no IPv4 or IPv6 address");
+  if (result.empty())
+    return tl::unexpected("host '" + where.host + "' has no IPv4 or IPv6 address");
   return result;
 }
 

@@ -7,9 +7,8 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <vector>
-
 #include <tl/expected.hpp>
+#include <vector>
 
 namespace rtrsnbd::fabric {
 
@@ -23,7 +22,8 @@ class Address {
   [[nodiscard]] int family() const { return length_ == 0 ? AF_UNSPEC : storage_.ss_family; }
   [[nodiscard]] uint16_t port() const;
   [[nodiscard]] bool is_loopback() const;
-  [[nodiscard]] bool same_host(const Address& other) const;  // ports not compared; v4-mapped equals v4
+  [[nodiscard]] bool same_host(
+      const Address& other) const;  // ports not compared; v4-mapped equals v4
   // "192.0.2.1:1234", "[2001:db8::1]:1234"; a v4-mapped IPv6 address prints as IPv4.
   [[nodiscard]] std::string text() const;
   [[nodiscard]] std::string host_text() const;  // without the port

@@ -170,8 +170,8 @@ class Endpoint {
 
   // Receives what is there (at most a fair share) and calls the handler; sends what was blocked. With
   // Wait::yes it sleeps until at least one thing was received or happened, but half a second at most, so
-  // that the caller sees to its timers. Returns false when there is surely nothing more to receive now;
-  // true: call again without waiting.
+  // that the caller sees to its timers. Returns false when there is surely nothing more to receive now
+  // but the end of the stream, which shows in the readiness of fd(); true: call again without waiting.
   // A thread that sleeps here does not send what another thread's flush(Wait::no) left behind: threads
   // beside such a receiver flush with Wait::yes.
   virtual bool progress(Wait wait, TimePoint now) = 0;

@@ -15,23 +15,30 @@ struct NamedCode {
 
 // Names as the registry of RDDP error codes has them, shortened.
 constexpr NamedCode remote_protection[] = {
-    {0x00, "invalid STag"},        {0x01, "base or bounds"}, {0x02, "access rights"},
-    {0x03, "STag of another stream"}, {0x04, "offset wraps"}, {0x09, "STag cannot be invalidated"},
+    {0x00, "invalid STag"},  {0x01, "base or bounds"},
+    {0x02, "access rights"}, {0x03, "STag of another stream"},
+    {0x04, "offset wraps"},  {0x09, "STag cannot be invalidated"},
     {0xff, "unspecified"}};
-constexpr NamedCode remote_operation[] = {
-    {0x05, "RDMAP version"},         {0x06, "unexpected opcode"},         {0x07, "catastrophic, stream"},
-    {0x08, "catastrophic, global"}, {0x09, "STag cannot be invalidated"}, {0xff, "unspecified"}};
+constexpr NamedCode remote_operation[] = {{0x05, "RDMAP version"},
+                                          {0x06, "unexpected opcode"},
+                                          {0x07, "catastrophic, stream"},
+                                          {0x08, "catastrophic, global"},
+                                          {0x09, "STag cannot be invalidated"},
+                                          {0xff, "unspecified"}};
 constexpr NamedCode tagged_buffer[] = {{0x00, "invalid STag"},
                                        {0x01, "base or bounds"},
                                        {0x02, "STag of another stream"},
                                        {0x03, "offset wraps"},
                                        {0x04, "DDP version"}};
-constexpr NamedCode untagged_buffer[] = {{0x01, "queue number"},   {0x02, "no buffer"},
-                                         {0x03, "message number"}, {0x04, "message offset"},
+constexpr NamedCode untagged_buffer[] = {{0x01, "queue number"},     {0x02, "no buffer"},
+                                         {0x03, "message number"},   {0x04, "message offset"},
                                          {0x05, "message too long"}, {0x06, "DDP version"}};
-constexpr NamedCode mpa[] = {{0x01, "connection lost"},      {0x02, "CRC"},
-                             {0x03, "framing"},              {0x04, "set-up frame"},
-                             {0x05, "local catastrophic"},   {0x06, "insufficient inbound reads"},
+constexpr NamedCode mpa[] = {{0x01, "connection lost"},
+                             {0x02, "CRC"},
+                             {0x03, "framing"},
+                             {0x04, "set-up frame"},
+                             {0x05, "local catastrophic"},
+                             {0x06, "insufficient inbound reads"},
                              {0x07, "no matching RTR"}};
 
 struct NamedType {
@@ -52,7 +59,8 @@ constexpr NamedType types[] = {
 
 }  // namespace
 
-size_t make_terminate_payload(std::byte* to, TerminateError error, std::span<const std::byte> header) {
+size_t make_terminate_payload(std::byte* to, TerminateError error,
+                              std::span<const std::byte> header) {
   assert(header.empty() || header.size() == sizeof(TaggedHeader) ||
          header.size() == sizeof(UntaggedHeader));
   TerminateControl control;
@@ -97,10 +105,19 @@ std::string describe_terminate(std::span<const std::byte> payload) {
 }
 
 std::string_view opcode_name(uint8_t opcode) {
-  static constexpr std::string_view names[] = {
-      "RDMA Write", "RDMA Read Request", "RDMA Read Response", "Send", "Send with Invalidate",
-      "Send with SE", "Send with SE and Invalidate", "Terminate", "Immediate Data",
-      "Immediate Data with SE", "Atomic Request", "Atomic Response", "Send with Immediate"};
+  static constexpr std::string_view names[] = {"RDMA Write",
+                                               "RDMA Read Request",
+                                               "RDMA Read Response",
+                                               "Send",
+                                               "Send with Invalidate",
+                                               "Send with SE",
+                                               "Send with SE and Invalidate",
+                                               "Terminate",
+                                               "Immediate Data",
+                                               "Immediate Data with SE",
+                                               "Atomic Request",
+                                               "Atomic Response",
+                                               "Send with Immediate"};
   return opcode < std::size(names) ? names[opcode] : std::string_view("unassigned opcode");
 }
 

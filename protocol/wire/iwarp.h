@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Layouts of iWARP over TCP: MPA set-up frames (RFC 5044, 6581), FPDUs with DDP (RFC 5041) and RDMAP
-// (RFC 5040) headers, Immediate Data (RFC 7306), Terminate. docs/software-rdma.md says how they are used.
-// All fields are big endian but the CRC, which is stored least significant byte first.
+// Layouts of iWARP over TCP: MPA set-up frames (RFC 5044, 6581), FPDUs with DDP (RFC 5041) and
+// RDMAP (RFC 5040) headers, Immediate Data (RFC 7306), Terminate. docs/software-rdma.md says how
+// they are used. All fields are big endian but the CRC, which is stored least significant byte
+// first.
 #pragma once
 
 #include <array>
@@ -25,7 +26,8 @@ static_assert(mpa_request_key.size() == mpa_key_size && mpa_reply_key.size() == 
 inline constexpr uint8_t mpa_flag_markers = 0x80;
 inline constexpr uint8_t mpa_flag_crc = 0x40;
 inline constexpr uint8_t mpa_flag_rejected = 0x20;
-inline constexpr uint8_t mpa_flag_enhanced = 0x10;  // RFC 6581: private data starts with MpaEnhanced
+inline constexpr uint8_t mpa_flag_enhanced =
+    0x10;  // RFC 6581: private data starts with MpaEnhanced
 
 // RFC 5044 allows 512; Linux takes 256 and closes at more, so nobody can rely on more.
 inline constexpr size_t mpa_private_data_max = 256;
@@ -114,7 +116,9 @@ struct ImmediatePayload {  // of immediate_data
 static_assert(sizeof(ImmediatePayload) == 8);
 
 // Both header sizes are multiples of 4, so the pad depends on the payload alone.
-constexpr size_t pad_size(size_t payload) { return (~payload + 1) & 3; }
+constexpr size_t pad_size(size_t payload) {
+  return (~payload + 1) & 3;
+}
 constexpr size_t fpdu_size(size_t ulpdu) {
   return ((fpdu_length_size + ulpdu + 3) & ~size_t{3}) + fpdu_crc_size;
 }
@@ -122,8 +126,12 @@ static_assert(fpdu_size(tagged_ulpdu_min) == 20 && fpdu_size(untagged_ulpdu_min)
 static_assert(pad_size(0) == 0 && pad_size(1) == 3 && pad_size(5) == 3 && pad_size(8) == 0);
 inline constexpr size_t fpdu_max = fpdu_size(ulpdu_max);
 
-inline void store_crc(std::byte* to, uint32_t value) { store(to, Le32(value)); }
-inline uint32_t load_crc(const std::byte* from) { return load<Le32>(from); }
+inline void store_crc(std::byte* to, uint32_t value) {
+  store(to, Le32(value));
+}
+inline uint32_t load_crc(const std::byte* from) {
+  return load<Le32>(from);
+}
 
 // Terminate.
 
@@ -172,13 +180,15 @@ static_assert(sizeof(TerminateControl) == 4 && alignof(TerminateControl) == 1);
 inline constexpr size_t terminate_payload_max = sizeof(TerminateControl) + 2 + untagged_ulpdu_min;
 
 // The payload of a Terminate into `to`, which has room for terminate_payload_max bytes; returns its
-// length. `header` is the offending FPDU's header from its length field on (16 or 20 bytes), or empty.
-size_t make_terminate_payload(std::byte* to, TerminateError error, std::span<const std::byte> header);
+// length. `header` is the offending FPDU's header from its length field on (16 or 20 bytes), or
+// empty.
+size_t make_terminate_payload(std::byte* to, TerminateError error,
+                              std::span<const std::byte> header);
 
 // "DDP tagged buffer: invalid STag (11/00)".
 std::string describe(TerminateError error);
-// The same for a received Terminate's payload, which may be malformed. Linux's software iWARP mirrors
-// the control bits on little-endian machines; when they look so, both readings are given.
+// The same for a received Terminate's payload, which may be malformed. Linux's software iWARP
+// mirrors the control bits on little-endian machines; when they look so, both readings are given.
 std::string describe_terminate(std::span<const std::byte> payload);
 
 std::string_view opcode_name(uint8_t opcode);

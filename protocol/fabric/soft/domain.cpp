@@ -7,7 +7,8 @@ namespace {
 
 class SoftRegion final : public Region {
  public:
-  SoftRegion(std::shared_ptr<KeyTable> keys, uint32_t index) : keys_(std::move(keys)), index_(index) {}
+  SoftRegion(std::shared_ptr<KeyTable> keys, uint32_t index)
+      : keys_(std::move(keys)), index_(index) {}
   ~SoftRegion() override { keys_->release(index_); }
 
   [[nodiscard]] uint32_t rkey() const override { return keys_->key(index_); }
@@ -25,7 +26,8 @@ class NoLocalMemory final : public LocalMemory {};
 
 }  // namespace
 
-std::unique_ptr<Region> SoftDomain::register_region(std::byte* memory, size_t length, Access access) {
+std::unique_ptr<Region> SoftDomain::register_region(std::byte* memory, size_t length,
+                                                    Access access) {
   const uint32_t index = keys_->allocate(id_, memory, length, access);
   return std::make_unique<SoftRegion>(keys_, index);
 }

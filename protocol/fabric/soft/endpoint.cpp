@@ -17,9 +17,13 @@ namespace rtrsnbd::fabric::soft {
 
 namespace {
 
-bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
+bool would_block(int error) {
+  return error == EAGAIN || error == EWOULDBLOCK;
+}
 
-std::string error_text(int error) { return std::generic_category().message(error); }
+std::string error_text(int error) {
+  return std::generic_category().message(error);
+}
 
 // This CRC policy, between these two ends.
 bool wants_crc(Crc policy, const Address& local, const Address& peer) {
@@ -96,7 +100,9 @@ void SoftEndpoint::post_receive(uint64_t id, std::byte* buffer, size_t length) {
   receives_.post(id, buffer, length);
 }
 
-void SoftEndpoint::post_empty_receives(uint64_t id, uint32_t count) { receives_.post_empty(id, count); }
+void SoftEndpoint::post_empty_receives(uint64_t id, uint32_t count) {
+  receives_.post_empty(id, count);
+}
 
 bool SoftEndpoint::post_send(const SendRequest& request) {
   const std::lock_guard lock(mutex_);
@@ -135,8 +141,8 @@ void SoftEndpoint::flush(Wait wait) {
   flush_locked(lock, wait);
 }
 
-// One thread at a time is the sender. The others leave their work in the queue, which the sender looks
-// at again before it leaves, so nothing stays behind; they wait for it only if they asked to.
+// One thread at a time is the sender. The others leave their work in the queue, which the sender
+// looks at again before it leaves, so nothing stays behind; they wait for it only if they asked to.
 void SoftEndpoint::flush_locked(std::unique_lock<std::mutex>& lock, Wait wait) {
   if (!queue_ || held_) return;
   if (sending_) {
@@ -213,8 +219,8 @@ void SoftEndpoint::accept(std::span<const std::byte> private_data) {
   const size_t length = make_mpa_accept(frame, request_terms_, crc, private_data);
   establish(crc, false);
   iovec vector{frame.data(), length};
-  // It is the first thing this socket sends, so there is room; if it fails the connection is gone, which
-  // progress() will find out too.
+  // It is the first thing this socket sends, so there is room; if it fails the connection is gone,
+  // which progress() will find out too.
   if (send(socket_.get(), {&vector, 1}, MSG_DONTWAIT) != static_cast<ssize_t>(length)) {
     const std::lock_guard lock(mutex_);
     send_error_ = ECONNRESET;
@@ -283,7 +289,8 @@ bool SoftEndpoint::progress_asking(Wait wait) {
 
 void SoftEndpoint::on_reply() {
   if (reader_->state() != MpaReader::State::complete)
-    return finish(DisconnectReason::protocol_error, std::string(reader_->why()) + " in answer to ours");
+    return finish(DisconnectReason::protocol_error,
+                  std::string(reader_->why()) + " in answer to ours");
   const auto bytes = reader_->private_data();
   const std::vector<std::byte> private_data(bytes.begin(), bytes.end());
   if (reader_->rejected()) {
@@ -450,8 +457,8 @@ void SoftEndpoint::begin_closing(DisconnectReason reason, std::string detail, Ti
   shut_write_if_sent();
 }
 
-// Nothing is delivered any more. The stream is read to its end, because closing a socket with unread
-// bytes sends a reset, which may overtake our last words.
+// Nothing is delivered any more. The stream is read to its end, because closing a socket with
+// unread bytes sends a reset, which may overtake our last words.
 bool SoftEndpoint::progress_closing(Wait wait, TimePoint now) {
   bool unsent = false;
   {
@@ -461,7 +468,8 @@ bool SoftEndpoint::progress_closing(Wait wait, TimePoint now) {
     unsent = !send_over_ && !queue_->empty();
   }
   if (wait == Wait::yes)
-    wait_for(socket_.get(), unsent ? POLLIN | POLLOUT : POLLIN, std::chrono::milliseconds(sleep_max));
+    wait_for(socket_.get(), unsent ? POLLIN | POLLOUT : POLLIN,
+             std::chrono::milliseconds(sleep_max));
   std::array<std::byte, 16 * 1024> discarded;
   for (int i = 0; i < reads_per_turn; ++i) {
     const iovec vector{discarded.data(), discarded.size()};
@@ -522,8 +530,8 @@ bool SoftEndpoint::progress(Wait wait, TimePoint now) {
       // An initiator has nothing to say before our reply.
       std::byte byte;
       const iovec vector{&byte, 1};
-      const ssize_t count = receive(socket_.get(), {&vector, 1},
-                                    (wait == Wait::yes ? 0 : MSG_DONTWAIT) | MSG_PEEK);
+      const ssize_t count =
+          receive(socket_.get(), {&vector, 1}, (wait == Wait::yes ? 0 : MSG_DONTWAIT) | MSG_PEEK);
       if (stop_)
         check_stop(now);
       else if (count > 0)

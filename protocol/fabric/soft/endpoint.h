@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // One connection of the soft fabric: the socket driver around MpaReader, Receiver and SendQueue.
 //
-// Who touches what. phase_, receiver_, reader_ and the limits belong to the receive role. Everything
-// below mutex_ in the class is guarded by it; the socket is used without it by the receiver and by the
-// one thread that has set sending_, and closed when neither does.
+// Who touches what. phase_, receiver_, reader_ and the limits belong to the receive role.
+// Everything below mutex_ in the class is guarded by it; the socket is used without it by the
+// receiver and by the one thread that has set sending_, and closed when neither does.
 #pragma once
 
 #include <atomic>
@@ -52,11 +52,11 @@ class SoftEndpoint final : public Endpoint, private Receiver::Sink {
 
  private:
   enum class Phase : uint8_t {
-    connecting,    // active: TCP is under way
-    asking,        // active: request sent, reply awaited
-    asked,         // passive: accept() awaited
+    connecting,  // active: TCP is under way
+    asking,      // active: request sent, reply awaited
+    asked,       // passive: accept() awaited
     established,
-    closing,       // what is queued goes out, the rest of the stream is discarded
+    closing,  // what is queued goes out, the rest of the stream is discarded
     closed,
   };
 
@@ -106,7 +106,7 @@ class SoftEndpoint final : public Endpoint, private Receiver::Sink {
   DisconnectReason closing_reason_ = DisconnectReason::closed_by_us;
   std::string closing_detail_;
   TimePoint closing_since_{};
-  uint64_t fpdus_at_mark_ = 0;           // a started FPDU must be whole within silence_max
+  uint64_t fpdus_at_mark_ = 0;  // a started FPDU must be whole within silence_max
   std::optional<TimePoint> mark_;
 
   // Written under mutex_, read without.
@@ -119,11 +119,11 @@ class SoftEndpoint final : public Endpoint, private Receiver::Sink {
   std::condition_variable changed_;
   Socket socket_;
   std::optional<SendQueue> queue_;
-  bool sendable_ = false;     // posts are taken
-  bool send_over_ = false;    // nothing more may be sent, nor the caller's memory be touched
-  bool sending_ = false;      // one thread is in flush's loop
+  bool sendable_ = false;   // posts are taken
+  bool send_over_ = false;  // nothing more may be sent, nor the caller's memory be touched
+  bool sending_ = false;    // one thread is in flush's loop
   unsigned send_waiters_ = 0;
-  bool last_words_ = false;   // closing: what is queued is the last, then the write side is shut
+  bool last_words_ = false;  // closing: what is queued is the last, then the write side is shut
   bool write_shut_ = false;
   bool aborted_ = false;
   std::optional<TimePoint> disconnect_since_;
@@ -131,8 +131,8 @@ class SoftEndpoint final : public Endpoint, private Receiver::Sink {
   int send_error_ = 0;
   bool overflowed_ = false;
 
-  std::atomic<uint64_t> bytes_sent_{0}, bytes_received_{0}, messages_sent_{0}, messages_received_{0},
-      send_calls_{0}, receive_calls_{0};
+  std::atomic<uint64_t> bytes_sent_{0}, bytes_received_{0}, messages_sent_{0},
+      messages_received_{0}, send_calls_{0}, receive_calls_{0};
 };
 
 }  // namespace rtrsnbd::fabric::soft

@@ -40,7 +40,8 @@ class SoftFabric final : public Fabric {
   }
 
   std::unique_ptr<Endpoint> connect(Domain& domain, const ConnectOptions& where,
-                                    std::span<const std::byte> private_data, TimePoint now) override {
+                                    std::span<const std::byte> private_data,
+                                    TimePoint now) override {
     return std::make_unique<SoftEndpoint>(options_, dynamic_cast<SoftDomain&>(domain), where,
                                           private_data, now);
   }

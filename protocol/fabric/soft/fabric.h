@@ -29,9 +29,9 @@ struct Options {
   // From connect() to the peer's answer, its decision included.
   Duration connect_limit = std::chrono::seconds(30);
 
-  // Connections whose request is not complete yet, in all and of one source address. Only those older
-  // than crowding_grace count for the second, and only they may be dropped to make room: many good
-  // clients may well start at once from one address, and none of them is slow.
+  // Connections whose request is not complete yet, in all and of one source address. Only those
+  // older than crowding_grace count for the second, and only they may be dropped to make room: many
+  // good clients may well start at once from one address, and none of them is slow.
   uint32_t pending_max = 64;
   uint32_t pending_per_source_max = 16;
   Duration crowding_grace = std::chrono::milliseconds(200);

@@ -17,18 +17,22 @@ constexpr uint64_t placements_mask = 0xffffffff;
 constexpr uint64_t valid_bit = uint64_t{1} << 32;
 constexpr unsigned generation_shift = 33;
 
-// A copy out of a receive buffer takes microseconds; giving the processor away this often covers it,
-// also where both threads share one processor. A placement by the kernel may last as long as the peer
-// likes, so nobody waits for more.
+// A copy out of a receive buffer takes microseconds; giving the processor away this often covers
+// it, also where both threads share one processor. A placement by the kernel may last as long as
+// the peer likes, so nobody waits for more.
 constexpr int quiet_attempts = 64;
 
-uint8_t key_of(uint64_t state) { return static_cast<uint8_t>(state >> generation_shift); }
+uint8_t key_of(uint64_t state) {
+  return static_cast<uint8_t>(state >> generation_shift);
+}
 
 uint64_t next_generation(uint64_t state) {
   return ((state >> generation_shift) + 1) << generation_shift;  // the top bit falls off by itself
 }
 
-uint32_t stag_of(uint32_t index, uint64_t state) { return index << 8 | key_of(state); }
+uint32_t stag_of(uint32_t index, uint64_t state) {
+  return index << 8 | key_of(state);
+}
 
 }  // namespace
 
@@ -125,7 +129,9 @@ bool KeyTable::invalidate(uint32_t index) {
   return (before & placements_mask) == 0 || wait_until_quiet(s);
 }
 
-uint32_t KeyTable::renew(uint32_t index) { return make_valid(index, slot(index)); }
+uint32_t KeyTable::renew(uint32_t index) {
+  return make_valid(index, slot(index));
+}
 
 void KeyTable::rebind(uint32_t index, std::byte* memory, size_t length) {
   Slot& s = slot(index);
@@ -147,9 +153,10 @@ KeyTable::Placement KeyTable::place(DomainId domain, uint32_t stag, uint64_t off
 
   uint64_t state = s->state.load(std::memory_order_acquire);
   for (;;) {
-    if ((state & valid_bit) == 0 || key_of(state) != (stag & 0xff)) return refuse(error::invalid_stag);
-    // Acquire: whoever sees a field of a newer binding sees the invalid word that came before it, so
-    // the exchange below fails.
+    if ((state & valid_bit) == 0 || key_of(state) != (stag & 0xff))
+      return refuse(error::invalid_stag);
+    // Acquire: whoever sees a field of a newer binding sees the invalid word that came before it,
+    // so the exchange below fails.
     if (s->domain.load(std::memory_order_acquire) != domain) return refuse(error::foreign_stag);
     if (length > 0 && length - 1 > ~offset) return refuse(error::offset_wrap);
     const uint64_t base = base_offset(index);
@@ -178,7 +185,8 @@ std::optional<wire::iwarp::TerminateError> KeyTable::check_remote_invalidate(Dom
   return std::nullopt;
 }
 
-std::optional<wire::iwarp::TerminateError> KeyTable::remote_invalidate(DomainId domain, uint32_t stag) {
+std::optional<wire::iwarp::TerminateError> KeyTable::remote_invalidate(DomainId domain,
+                                                                       uint32_t stag) {
   if (const auto refused = check_remote_invalidate(domain, stag)) return refused;
   Slot& s = slot(stag >> 8);
   uint64_t state = s.state.load(std::memory_order_acquire);
@@ -186,8 +194,8 @@ std::optional<wire::iwarp::TerminateError> KeyTable::remote_invalidate(DomainId 
     if (key_of(state) != (stag & 0xff)) return error::invalidate_unknown;
   } while (!s.state.compare_exchange_weak(state, state & ~valid_bit, std::memory_order_acq_rel,
                                           std::memory_order_acquire));
-  // A peer that still writes under the key on another connection has lost track of its own requests;
-  // reporting the key as dead would let the owner reuse memory that is not quiet.
+  // A peer that still writes under the key on another connection has lost track of its own
+  // requests; reporting the key as dead would let the owner reuse memory that is not quiet.
   if (!wait_until_quiet(s)) return error::stream_catastrophic;
   return std::nullopt;
 }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The remote keys (STags) of a soft fabric: which memory a key names, whose it is, and whether it is
-// still good. One table serves all domains of a fabric, so that a key of another domain is told apart
-// from one that never was.
+// The remote keys (STags) of a soft fabric: which memory a key names, whose it is, and whether it
+// is still good. One table serves all domains of a fabric, so that a key of another domain is told
+// apart from one that never was.
 //
-// A key is index << 8 | low byte of the slot's generation. Receivers on many threads look keys up while
-// the owners rebind and revoke them, without a lock: everything hangs on one word per slot, which holds
-// generation, validity and the number of placements in progress. A placement reads the slot's fields
-// and then takes its reference by compare-and-exchange on that word; a change of the slot first makes
-// the word invalid, then writes the fields, then makes it valid under the next generation, so a
-// placement that mixed old and new fields cannot get its reference.
+// A key is index << 8 | low byte of the slot's generation. Receivers on many threads look keys up
+// while the owners rebind and revoke them, without a lock: everything hangs on one word per slot,
+// which holds generation, validity and the number of placements in progress. A placement reads the
+// slot's fields and then takes its reference by compare-and-exchange on that word; a change of the
+// slot first makes the word invalid, then writes the fields, then makes it valid under the next
+// generation, so a placement that mixed old and new fields cannot get its reference.
 #pragma once
 
 #include <array>
@@ -35,7 +35,8 @@ class KeyTable {
   KeyTable& operator=(const KeyTable&) = delete;
 
   // For the owner of a region. Calls for one index come from one thread at a time.
-  uint32_t allocate(DomainId domain, std::byte* memory, size_t length, Access access);  // returns index
+  uint32_t allocate(DomainId domain, std::byte* memory, size_t length,
+                    Access access);  // returns index
   void release(uint32_t index);
   [[nodiscard]] uint32_t key(uint32_t index) const;
   static uint64_t base_offset(uint32_t index) { return uint64_t{index} << 32; }
@@ -77,13 +78,15 @@ class KeyTable {
     std::byte* target_ = nullptr;
   };
 
-  // Checks that an endpoint of `domain` may write [offset, offset + length) under this key, and takes
-  // a reference. On refusal the result is empty and `error` says why.
+  // Checks that an endpoint of `domain` may write [offset, offset + length) under this key, and
+  // takes a reference. On refusal the result is empty and `error` says why.
   Placement place(DomainId domain, uint32_t stag, uint64_t offset, size_t length,
                   wire::iwarp::TerminateError& error);
 
-  // What the peer may do to a key with Send with Invalidate; nothing: allowed. An already invalid key is.
-  std::optional<wire::iwarp::TerminateError> check_remote_invalidate(DomainId domain, uint32_t stag);
+  // What the peer may do to a key with Send with Invalidate; nothing: allowed. An already invalid
+  // key is.
+  std::optional<wire::iwarp::TerminateError> check_remote_invalidate(DomainId domain,
+                                                                     uint32_t stag);
   std::optional<wire::iwarp::TerminateError> remote_invalidate(DomainId domain, uint32_t stag);
 
   static constexpr uint32_t index_max = (1u << 24) - 1;
@@ -111,9 +114,9 @@ class KeyTable {
   static bool wait_until_quiet(const Slot& slot);
 
   std::array<std::atomic<Slot*>, chunks> chunks_{};
-  std::mutex mutex_;             // guards the two below and the making of chunks
-  uint32_t next_index_ = 1;      // 0 names nothing
-  std::deque<uint32_t> free_;    // oldest first, so that a dead key stays dead for long
+  std::mutex mutex_;           // guards the two below and the making of chunks
+  uint32_t next_index_ = 1;    // 0 names nothing
+  std::deque<uint32_t> free_;  // oldest first, so that a dead key stays dead for long
 };
 
 }  // namespace rtrsnbd::fabric::soft

@@ -56,8 +56,7 @@ class SoftConnectRequest final : public ConnectRequest {
 };
 
 [[noreturn]] void fail(const char* what, const Address& address) {
-  throw std::system_error(errno, std::generic_category(),
-                          std::string(what) + " " + address.text());
+  throw std::system_error(errno, std::generic_category(), std::string(what) + " " + address.text());
 }
 
 bool add_to_epoll(int epoll, int fd, void* tag) {
@@ -107,8 +106,7 @@ void SoftListener::drop(Pending& pending, std::string_view why) {
 
 void SoftListener::progress(TimePoint now, const OnRequest& on_request) {
   std::array<epoll_event, 64> events;
-  const int count =
-      epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
+  const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
   bool acceptable = false;
   for (int i = 0; i < count; ++i) {
     const auto& event = events[static_cast<size_t>(i)];
@@ -135,7 +133,8 @@ void SoftListener::accept_some(TimePoint now, const OnRequest& on_request) {
     }
     sockaddr_storage storage{};
     socklen_t length = sizeof storage;
-    Socket socket(accept4(socket_.get(), reinterpret_cast<sockaddr*>(&storage), &length, SOCK_CLOEXEC));
+    Socket socket(
+        accept4(socket_.get(), reinterpret_cast<sockaddr*>(&storage), &length, SOCK_CLOEXEC));
     if (!socket) {
       switch (errno) {
         case EAGAIN:
@@ -144,8 +143,8 @@ void SoftListener::accept_some(TimePoint now, const OnRequest& on_request) {
         case ENFILE:
         case ENOBUFS:
         case ENOMEM:
-          log(LogLevel::warning, "cannot accept connections on " + address().text() + " now: " +
-                                     std::generic_category().message(errno));
+          log(LogLevel::warning, "cannot accept connections on " + address().text() +
+                                     " now: " + std::generic_category().message(errno));
           paused_until_ = now + accept_pause;
           return;
         default:
@@ -204,7 +203,8 @@ void SoftListener::read_request(Pending& pending, const OnRequest& on_request) {
       MpaFrame frame;
       iovec vector{frame.data(), make_mpa_reject(frame, reader.terms(), {})};
       (void)send(pending.socket.get(), {&vector, 1}, MSG_DONTWAIT);
-      // Its private data has not been read; closing now would reset the connection and with it the answer.
+      // Its private data has not been read; closing now would reset the connection and with it the
+      // answer.
       ::shutdown(pending.socket.get(), SHUT_WR);
       std::array<std::byte, wire::iwarp::mpa_frame_max> rest;
       const iovec room{rest.data(), rest.size()};
@@ -216,8 +216,8 @@ void SoftListener::read_request(Pending& pending, const OnRequest& on_request) {
   }
 }
 
-// Takes the listening socket out of the epoll set while there is no room, so that nobody spins on it;
-// the backlog keeps the connections meanwhile.
+// Takes the listening socket out of the epoll set while there is no room, so that nobody spins on
+// it; the backlog keeps the connections meanwhile.
 void SoftListener::listen_while_room(TimePoint now) {
   if (paused_until_ && now >= *paused_until_) paused_until_.reset();
   const bool full = pending_.size() >= options_.pending_max &&

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The accepting end: takes TCP connections, reads their requests as the bytes come, within limits, and
-// hands the complete ones over.
+// The accepting end: takes TCP connections, reads their requests as the bytes come, within limits,
+// and hands the complete ones over.
 #pragma once
 
 #include <list>

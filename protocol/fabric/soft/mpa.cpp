@@ -118,7 +118,8 @@ size_t make_reply(MpaFrame& frame, const MpaTerms& request, uint8_t flags, bool 
 }  // namespace
 
 size_t make_mpa_request(MpaFrame& frame, bool crc, std::span<const std::byte> private_data) {
-  return make_frame(frame, mpa_request_key, crc ? mpa_flag_crc : uint8_t{0}, 1, nullptr, private_data);
+  return make_frame(frame, mpa_request_key, crc ? mpa_flag_crc : uint8_t{0}, 1, nullptr,
+                    private_data);
 }
 
 size_t make_mpa_accept(MpaFrame& frame, const MpaTerms& request, bool crc,

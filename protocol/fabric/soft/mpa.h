@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// MPA connection set-up without sockets: reading a request or reply frame from bytes that arrive in any
-// pieces, the checks on it, and making the answers.
+// MPA connection set-up without sockets: reading a request or reply frame from bytes that arrive in
+// any pieces, the checks on it, and making the answers.
 #pragma once
 
 #include <array>
@@ -16,10 +16,10 @@ namespace rtrsnbd::fabric::soft {
 // What both ends must know of a connection once it is set up.
 struct MpaTerms {
   uint8_t revision = 1;
-  bool crc = false;       // the frame's C
-  bool enhanced = false;  // RFC 6581
-  bool peer_to_peer = false;    // A: the initiator will send a first message by itself
-  bool rtr_write = false;       // C: which may be a zero-length RDMA Write
+  bool crc = false;           // the frame's C
+  bool enhanced = false;      // RFC 6581
+  bool peer_to_peer = false;  // A: the initiator will send a first message by itself
+  bool rtr_write = false;     // C: which may be a zero-length RDMA Write
 };
 
 class MpaReader {
@@ -34,8 +34,8 @@ class MpaReader {
 
   explicit MpaReader(Kind kind, MpaTerms sent = {}) : kind_(kind), sent_(sent) {}
 
-  // Where the next bytes go. Exactly as many as surely belong to this frame: what follows on the stream
-  // is left alone. Not empty while reading.
+  // Where the next bytes go. Exactly as many as surely belong to this frame: what follows on the
+  // stream is left alone. Not empty while reading.
   [[nodiscard]] std::span<std::byte> buffer();
   void received(size_t count);
 
@@ -72,6 +72,7 @@ size_t make_mpa_request(MpaFrame& frame, bool crc, std::span<const std::byte> pr
 // `crc` is that of the connection: either end's wish.
 size_t make_mpa_accept(MpaFrame& frame, const MpaTerms& request, bool crc,
                        std::span<const std::byte> private_data);
-size_t make_mpa_reject(MpaFrame& frame, const MpaTerms& request, std::span<const std::byte> private_data);
+size_t make_mpa_reject(MpaFrame& frame, const MpaTerms& request,
+                       std::span<const std::byte> private_data);
 
 }  // namespace rtrsnbd::fabric::soft

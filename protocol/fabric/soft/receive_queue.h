@@ -28,7 +28,8 @@ class ReceiveQueue {
   void post_empty(uint64_t id, uint32_t count) {
     if (count == 0) return;
     const std::lock_guard lock(mutex_);
-    if (!entries_.empty() && entries_.back().receive.length == 0 && entries_.back().receive.id == id)
+    if (!entries_.empty() && entries_.back().receive.length == 0 &&
+        entries_.back().receive.id == id)
       entries_.back().count += count;
     else
       entries_.push_back({{id, nullptr, 0}, count});

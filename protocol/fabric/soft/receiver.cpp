@@ -13,8 +13,8 @@ using namespace wire::iwarp;
 
 namespace {
 
-// RFC 5040 and 5041 want the offending header back for what went wrong with a header's fields, but not
-// where the header as such cannot be trusted.
+// RFC 5040 and 5041 want the offending header back for what went wrong with a header's fields, but
+// not where the header as such cannot be trusted.
 bool carries_header(TerminateError error) {
   const uint8_t layer = error.layer_type;
   if (layer == 0x11 || layer == 0x12)
@@ -25,12 +25,16 @@ bool carries_header(TerminateError error) {
 bool is_tagged(const std::byte* fpdu) {
   return (std::to_integer<uint8_t>(fpdu[2]) & ddp_tagged) != 0;
 }
-bool is_last(const std::byte* fpdu) { return (std::to_integer<uint8_t>(fpdu[2]) & ddp_last) != 0; }
+bool is_last(const std::byte* fpdu) {
+  return (std::to_integer<uint8_t>(fpdu[2]) & ddp_last) != 0;
+}
 uint8_t opcode_of(const std::byte* fpdu) {
   return std::to_integer<uint8_t>(fpdu[3]) & rdmap_opcode_mask;
 }
 
-bool is(uint8_t opcode, Opcode expected) { return opcode == static_cast<uint8_t>(expected); }
+bool is(uint8_t opcode, Opcode expected) {
+  return opcode == static_cast<uint8_t>(expected);
+}
 bool is_immediate_data(uint8_t opcode) {
   return is(opcode, Opcode::immediate_data) || is(opcode, Opcode::immediate_data_solicited);
 }
@@ -85,9 +89,11 @@ std::span<const iovec> Receiver::begin() {
     if (direct_.missing > 0) {
       // The key may have been revoked since the last piece.
       TerminateError error;
-      direct_.placement = keys_.place(domain_, direct_.header.stag, direct_.offset, direct_.missing, error);
+      direct_.placement =
+          keys_.place(domain_, direct_.header.stag, direct_.offset, direct_.missing, error);
       if (!direct_.placement) {
-        fail(error, format("key 0x%08x was revoked in the middle of a write", direct_.header.stag.get()),
+        fail(error,
+             format("key 0x%08x was revoked in the middle of a write", direct_.header.stag.get()),
              wire::bytes_of(direct_.header));
         return {};
       }
@@ -227,8 +233,8 @@ bool Receiver::check_versions(const std::byte* fpdu) {
     return fail(error::rdmap_version, {}, {});
 
   const uint8_t opcode = opcode_of(fpdu);
-  const bool known = tagged ? is(opcode, Opcode::write)
-                            : takes_receive(opcode) || is(opcode, Opcode::terminate);
+  const bool known =
+      tagged ? is(opcode, Opcode::write) : takes_receive(opcode) || is(opcode, Opcode::terminate);
   if (!known)
     return fail(error::unexpected_opcode,
                 std::string(opcode_name(opcode)) + (tagged ? ", tagged" : ", untagged"), {});
@@ -251,32 +257,36 @@ bool Receiver::check_untagged(const std::byte* fpdu, size_t payload) {
   if (header.queue_number != send_queue_number)
     return fail(error::invalid_queue, format("queue %u", header.queue_number.get()), bytes);
   if (header.message_number != next_message_number_)
-    return fail(error::message_number,
-                format("message %u where %u was next", header.message_number.get(), next_message_number_),
-                bytes);
+    return fail(
+        error::message_number,
+        format("message %u where %u was next", header.message_number.get(), next_message_number_),
+        bytes);
   Receive receive = untagged_.receive;
   if (!untagged_.active) {
     const auto posted = receives_.front();
     if (!posted)
-      return fail(error::no_receive, std::string(opcode_name(opcode)) + " without a posted receive", bytes);
+      return fail(error::no_receive, std::string(opcode_name(opcode)) + " without a posted receive",
+                  bytes);
     receive = *posted;
   }
   const size_t expected = untagged_.active ? untagged_.offset : 0;
   if (header.message_offset != expected)
     return fail(error::message_offset,
-                format("offset %u where %zu was next", header.message_offset.get(), expected), bytes);
+                format("offset %u where %zu was next", header.message_offset.get(), expected),
+                bytes);
   if (is_immediate_data(opcode)) {
     if (payload != sizeof(ImmediatePayload) || !is_last(fpdu))
-      return fail(error::operation_unspecified,
-                  format("Immediate Data of %zu bytes%s", payload, is_last(fpdu) ? "" : ", segmented"), {});
+      return fail(
+          error::operation_unspecified,
+          format("Immediate Data of %zu bytes%s", payload, is_last(fpdu) ? "" : ", segmented"), {});
   } else if (payload > receive.length - expected) {
     return fail(error::message_too_long,
                 format("message of at least %zu bytes into a receive of %zu", expected + payload,
                        receive.length),
                 bytes);
   }
-  // Keys are checked when they are named, so that nothing of a bad message is placed; and again when the
-  // message is complete.
+  // Keys are checked when they are named, so that nothing of a bad message is placed; and again
+  // when the message is complete.
   if (!untagged_.active && is_invalidate(opcode))
     if (const auto refused = keys_.check_remote_invalidate(domain_, header.upper_layer))
       return fail(*refused, format("key 0x%08x", header.upper_layer.get()), bytes);
@@ -332,15 +342,15 @@ bool Receiver::place(const std::byte* fpdu, size_t payload) {
   const auto placement = keys_.place(domain_, header.stag, header.offset, payload, error);
   if (!placement)
     return fail(error,
-                format("write of %zu bytes at 0x%" PRIx64 ", key 0x%08x", payload, header.offset.get(),
-                       header.stag.get()),
+                format("write of %zu bytes at 0x%" PRIx64 ", key 0x%08x", payload,
+                       header.offset.get(), header.stag.get()),
                 wire::bytes_of(header));
   std::memcpy(placement.target(), fpdu + sizeof header, payload);
   return true;
 }
 
-// A large tagged FPDU of which a part is still to come: what is there is placed, before its checksum is
-// known; a bad one can spoil nothing but memory the peer may write anyway.
+// A large tagged FPDU of which a part is still to come: what is there is placed, before its
+// checksum is known; a bad one can spoil nothing but memory the peer may write anyway.
 Receiver::Step Receiver::start_direct(const std::byte* fpdu, size_t payload, size_t available) {
   if (!check_versions(fpdu)) return Step::over;
   const auto header = wire::load<TaggedHeader>(fpdu);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The receiving half of one iWARP connection without its socket: it says where the next bytes of the
-// stream go, takes them, checks, places, and delivers completions. How the stream is cut into reads
-// makes no difference to what is placed and delivered.
+// The receiving half of one iWARP connection without its socket: it says where the next bytes of
+// the stream go, takes them, checks, places, and delivers completions. How the stream is cut into
+// reads makes no difference to what is placed and delivered.
 //
-// Small FPDUs are read into a buffer, as many as come, and copied. For a large tagged one the reads go
-// straight into the target memory, with the buffer behind it for what follows in the stream.
+// Small FPDUs are read into a buffer, as many as come, and copied. For a large tagged one the reads
+// go straight into the target memory, with the buffer behind it for what follows in the stream.
 #pragma once
 
 #include <sys/uio.h>
@@ -51,8 +51,9 @@ class Receiver {
 
   Receiver(KeyTable& keys, DomainId domain, ReceiveQueue& receives, bool crc);
 
-  // Where the next bytes go; at most three vectors, one almost always. Between begin and end the target
-  // memory is held (see Region::invalidate). Empty if the connection cannot go on: ask status().
+  // Where the next bytes go; at most three vectors, one almost always. Between begin and end the
+  // target memory is held (see Region::invalidate). Empty if the connection cannot go on: ask
+  // status().
   std::span<const iovec> begin();
   // `count` bytes came, in the order of the vectors; 0 if none did.
   Status end(size_t count, Sink& sink);
@@ -73,7 +74,8 @@ class Receiver {
 
  private:
   // A large stream is best read with little room in the buffer, so that most of it goes directly; a
-  // stream of small messages with much room, so that one read takes many. The room follows what comes.
+  // stream of small messages with much room, so that one read takes many. The room follows what
+  // comes.
   static constexpr size_t room_min = 4 * 1024;
   static constexpr size_t room_first = 8 * 1024;
   static constexpr size_t room_max = 64 * 1024;
@@ -91,7 +93,8 @@ class Receiver {
   size_t take_direct(size_t count);
   void finish_tagged(const std::byte* fpdu);
   void on_terminate(const std::byte* fpdu, size_t payload);
-  bool fail(wire::iwarp::TerminateError error, std::string detail, std::span<const std::byte> header);
+  bool fail(wire::iwarp::TerminateError error, std::string detail,
+            std::span<const std::byte> header);
 
   KeyTable& keys_;
   const DomainId domain_;

@@ -61,7 +61,8 @@ std::span<const std::byte> SendQueue::Payload::take(size_t length) {
   return {start, step};
 }
 
-SendQueue::SendQueue(bool crc, uint32_t segment_payload) : crc_(crc), segment_payload_(segment_payload) {
+SendQueue::SendQueue(bool crc, uint32_t segment_payload)
+    : crc_(crc), segment_payload_(segment_payload) {
   assert(segment_payload >= segment_payload_min && segment_payload <= segment_payload_max &&
          segment_payload % 4 == 0);
 }
@@ -105,8 +106,8 @@ void SendQueue::post_write(const SendRequest& request, size_t total) {
   }
 }
 
-void SendQueue::post_untagged(Opcode opcode, uint32_t upper_layer, std::span<const Segment> segments,
-                              size_t total) {
+void SendQueue::post_untagged(Opcode opcode, uint32_t upper_layer,
+                              std::span<const Segment> segments, size_t total) {
   Payload payload(segments);
   const bool copy = total <= inline_max;
   size_t done = 0;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The sending half of one iWARP connection without its socket: work requests become FPDUs, a list of
-// pieces of memory in stream order. Headers, trailers and small payloads are written into an arena that
-// is recycled as it is sent; large payloads stay where the caller has them. Not thread-safe.
+// The sending half of one iWARP connection without its socket: work requests become FPDUs, a list
+// of pieces of memory in stream order. Headers, trailers and small payloads are written into an
+// arena that is recycled as it is sent; large payloads stay where the caller has them. Not
+// thread-safe.
 #pragma once
 
 #include <sys/uio.h>
@@ -89,8 +90,8 @@ class SendQueue {
   };
 
   void post_write(const SendRequest& request, size_t total);
-  void post_untagged(wire::iwarp::Opcode opcode, uint32_t upper_layer, std::span<const Segment> segments,
-                     size_t total);
+  void post_untagged(wire::iwarp::Opcode opcode, uint32_t upper_layer,
+                     std::span<const Segment> segments, size_t total);
   void post_immediate(uint32_t immediate);
   void post_fpdu(std::span<const std::byte> header, Payload& payload, size_t length, bool copy);
   void append_arena(Arena::Bytes bytes, size_t length);

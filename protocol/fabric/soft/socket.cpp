@@ -28,8 +28,8 @@ void Socket::close() {
 void prepare_connection(int fd) {
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  const auto silence =
-      static_cast<unsigned>(std::chrono::duration_cast<std::chrono::milliseconds>(silence_max).count());
+  const auto silence = static_cast<unsigned>(
+      std::chrono::duration_cast<std::chrono::milliseconds>(silence_max).count());
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &silence, sizeof silence);
   timeval sleep{};
   sleep.tv_usec = static_cast<suseconds_t>(std::chrono::microseconds(sleep_max).count());
@@ -48,8 +48,12 @@ Address address_by(Call call, int fd) {
 
 }  // namespace
 
-Address local_address_of(int fd) { return address_by(getsockname, fd); }
-Address peer_address_of(int fd) { return address_by(getpeername, fd); }
+Address local_address_of(int fd) {
+  return address_by(getsockname, fd);
+}
+Address peer_address_of(int fd) {
+  return address_by(getpeername, fd);
+}
 
 bool is_same_host(const Address& local, const Address& peer) {
   return peer.is_loopback() || local.same_host(peer);

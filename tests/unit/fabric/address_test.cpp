@@ -99,18 +99,19 @@ TEST_CASE("what is no HOST:PORT says why") {
     const char* text;
     const char* why;
   };
-  for (const Case& c : {Case{"host:70000", "port 70000 is not between 1 and 65535"},
-                        {"host:99999999999999999999", "port 99999999999999999999 is not between 1 and 65535"},
-                        {"host:0", "port 0 is not between 1 and 65535"},
-                        {"host:", "port '' is not a number"},
-                        {"host:-1", "port '-1' is not a number"},
-                        {"host:12x", "port '12x' is not a number"},
-                        {"[::1", "']' is missing"},
-                        {"[host]", "'host' in brackets is not an IPv6 address"},
-                        {"[::1]x", "'x' after ']' is not a port"},
-                        {"[::1]:", "port '' is not a number"},
-                        {"a:b:c", "'a:b:c' is neither HOST:PORT nor an IPv6 address"},
-                        {"two words", "the host name has an invalid character"}}) {
+  for (const Case& c :
+       {Case{"host:70000", "port 70000 is not between 1 and 65535"},
+        {"host:99999999999999999999", "port 99999999999999999999 is not between 1 and 65535"},
+        {"host:0", "port 0 is not between 1 and 65535"},
+        {"host:", "port '' is not a number"},
+        {"host:-1", "port '-1' is not a number"},
+        {"host:12x", "port '12x' is not a number"},
+        {"[::1", "']' is missing"},
+        {"[host]", "'host' in brackets is not an IPv6 address"},
+        {"[::1]x", "'x' after ']' is not a port"},
+        {"[::1]:", "port '' is not a number"},
+        {"a:b:c", "'a:b:c' is neither HOST:PORT nor an IPv6 address"},
+        {"two words", "the host name has an invalid character"}}) {
     CAPTURE(c.text);
     const auto result = parse_host_port(c.text, 1234);
     REQUIRE_FALSE(result);

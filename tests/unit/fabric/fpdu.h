@@ -15,7 +15,9 @@ namespace rtrsnbd::fabric::soft {
 using Bytes = std::vector<std::byte>;
 
 inline Bytes& operator+=(Bytes& to, const Bytes& more) {
-  to.insert(to.end(), more.begin(), more.end());
+  const size_t length = to.size();
+  to.resize(length + more.size());
+  std::copy(more.begin(), more.end(), to.begin() + static_cast<ptrdiff_t>(length));
   return to;
 }
 
@@ -30,7 +32,8 @@ inline Bytes sealed(Bytes fpdu) {
 
 template <typename Header>
 Bytes with_payload(Header header, const Bytes& payload) {
-  header.length = static_cast<uint16_t>(sizeof header - wire::iwarp::fpdu_length_size + payload.size());
+  header.length =
+      static_cast<uint16_t>(sizeof header - wire::iwarp::fpdu_length_size + payload.size());
   const auto bytes = wire::bytes_of(header);
   Bytes fpdu(bytes.begin(), bytes.end());
   fpdu += payload;
@@ -91,10 +94,11 @@ class Collector : public Receiver::Sink {
   size_t stop_after = SIZE_MAX;
 };
 
-// Feeds bytes as a socket would, `step(n)` of the n that are offered at a time, until the receiver has
-// enough or the bytes are gone.
+// Feeds bytes as a socket would, `step(n)` of the n that are offered at a time, until the receiver
+// has enough or the bytes are gone.
 template <typename Step>
-Receiver::Status feed(Receiver& receiver, Receiver::Sink& sink, std::span<const std::byte> bytes, Step step) {
+Receiver::Status feed(Receiver& receiver, Receiver::Sink& sink, std::span<const std::byte> bytes,
+                      Step step) {
   while (!bytes.empty() && receiver.status() == Receiver::Status::running) {
     const auto vectors = receiver.begin();
     if (vectors.empty()) break;

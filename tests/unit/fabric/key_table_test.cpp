@@ -105,7 +105,8 @@ TEST_CASE_FIXTURE(Fixture, "the peer may invalidate what it may write, twice eve
   CHECK(keys.remote_invalidate(1, key) == error::invalidate_unknown);
 }
 
-TEST_CASE_FIXTURE(Fixture, "while a placement is in progress the key dies but the memory is not quiet") {
+TEST_CASE_FIXTURE(Fixture,
+                  "while a placement is in progress the key dies but the memory is not quiet") {
   TerminateError why;
   auto placement = keys.place(1, key, base, 10, why);
   REQUIRE(placement);
@@ -138,9 +139,9 @@ TEST_CASE("ten thousand keys are all different and all work") {
   }
 }
 
-// An owner that moves its key over freshly allocated buffers while receivers write through whatever key
-// is valid: no write may hit a buffer after invalidate() called it quiet. The buffers are of the exact
-// size and freed at once, so that the sanitizers see a write that is late or long.
+// An owner that moves its key over freshly allocated buffers while receivers write through whatever
+// key is valid: no write may hit a buffer after invalidate() called it quiet. The buffers are of
+// the exact size and freed at once, so that the sanitizers see a write that is late or long.
 TEST_CASE("writers race with an owner that rebinds and frees") {
   KeyTable keys;
   const uint32_t index = keys.allocate(1, nullptr, 0, Access::remote_write);

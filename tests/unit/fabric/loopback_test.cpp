@@ -34,7 +34,8 @@ TEST_CASE("every verb arrives as its completion") {
     pair.connect();
 
     std::vector<std::byte> target(200000);
-    const auto region = pair.client_domain->register_region(target.data(), target.size(), Access::remote_write);
+    const auto region =
+        pair.client_domain->register_region(target.data(), target.size(), Access::remote_write);
     std::byte buffer[64] = {};
     pair.server->post_receive(7, buffer, sizeof buffer);
     pair.server->post_empty_receives(8, 2);
@@ -55,11 +56,17 @@ TEST_CASE("every verb arrives as its completion") {
     pair.client->post_empty_receives(1, 2);
     pair.client->post_receive(2, reply, sizeof reply);
     const uint32_t key = region->rkey();
-    pair.server->post_send({.kind = SendKind::write, .rkey = key, .remote_address = region->remote_address(), .segments = {&big, 1}});
+    pair.server->post_send({.kind = SendKind::write,
+                            .rkey = key,
+                            .remote_address = region->remote_address(),
+                            .segments = {&big, 1}});
     pair.server->post_send({.kind = SendKind::send_invalidate, .invalidate_rkey = key});
     pair.server->post_send({.kind = SendKind::write_immediate, .immediate = 0x20000005});
     const Segment small{as_span("12345678").data(), 8, nullptr};
-    pair.server->post_send({.kind = SendKind::send_immediate, .copy = true, .immediate = 0xfeedbeef, .segments = {&small, 1}});
+    pair.server->post_send({.kind = SendKind::send_immediate,
+                            .copy = true,
+                            .immediate = 0xfeedbeef,
+                            .segments = {&small, 1}});
     pair.server->flush(Wait::no);
     pair.until([&] { return pair.client_side.completions.size() == 3; });
     CHECK(target == data);

@@ -87,9 +87,11 @@ TEST_CASE("the kernel's request of revision 2 and the answers to it") {
 
   MpaFrame frame;
   size_t length = make_mpa_accept(frame, reader.terms(), false, counting(0x80, 56));
-  CHECK(to_hex(std::span(frame).first(length)) == to_hex(reply("1002003c 00000000", counting(0x80, 56))));
+  CHECK(to_hex(std::span(frame).first(length)) ==
+        to_hex(reply("1002003c 00000000", counting(0x80, 56))));
   length = make_mpa_reject(frame, reader.terms(), counting(0x80, 56));
-  CHECK(to_hex(std::span(frame).first(length)) == to_hex(reply("3002003c 00000000", counting(0x80, 56))));
+  CHECK(to_hex(std::span(frame).first(length)) ==
+        to_hex(reply("3002003c 00000000", counting(0x80, 56))));
 }
 
 TEST_CASE("peer-to-peer mode is granted by a zero-length write only") {
@@ -132,12 +134,12 @@ TEST_CASE("checksums wanted by the responder alone are announced in its reply") 
 }
 
 TEST_CASE("requests that break the rules are dropped without an answer") {
-  CHECK(state_of(Kind::request, reply("00010000")) == State::broken);           // key of a reply
+  CHECK(state_of(Kind::request, reply("00010000")) == State::broken);  // key of a reply
   CHECK(state_of(Kind::request, Bytes(20, std::byte{0})) == State::broken);
-  CHECK(state_of(Kind::request, request("00000000")) == State::broken);         // revision 0
-  CHECK(state_of(Kind::request, request("00030000")) == State::broken);         // revision 3
-  CHECK(state_of(Kind::request, request("20010000")) == State::broken);         // rejected
-  CHECK(state_of(Kind::request, request("00010101")) == State::broken);         // 257 bytes
+  CHECK(state_of(Kind::request, request("00000000")) == State::broken);  // revision 0
+  CHECK(state_of(Kind::request, request("00030000")) == State::broken);  // revision 3
+  CHECK(state_of(Kind::request, request("20010000")) == State::broken);  // rejected
+  CHECK(state_of(Kind::request, request("00010101")) == State::broken);  // 257 bytes
   CHECK(state_of(Kind::request, request("0001ffff")) == State::broken);
   CHECK(state_of(Kind::request, request("00010100", counting(0, 256))) == State::complete);
   CHECK(state_of(Kind::request, request("00010100", counting(0, 255))) == State::reading);

@@ -88,12 +88,14 @@ TEST_CASE("each verb on the wire, with checksum, byte for byte") {
   SUBCASE("Terminate with the offending header") {
     queue.post_terminate(wire::iwarp::error::invalid_stag, hex("0013c14000012a0600007f0000001000"));
     CHECK(to_hex(drain(queue)) ==
-          to_hex(hex("00264147000000000000000200000001000000001100c0000005c14000012a0600007f0000001000"
-                     "87b05ae8")));
+          to_hex(
+              hex("00264147000000000000000200000001000000001100c0000005c14000012a0600007f0000001000"
+                  "87b05ae8")));
   }
 }
 
-TEST_CASE("a write longer than a segment is cut into FPDUs of rising offsets, the last one marked") {
+TEST_CASE(
+    "a write longer than a segment is cut into FPDUs of rising offsets, the last one marked") {
   SendQueue queue(true, 20);
   const Bytes data = counting(32);
   const Segment whole{data.data(), data.size(), nullptr};
@@ -103,7 +105,8 @@ TEST_CASE("a write longer than a segment is cut into FPDUs of rising offsets, th
   queue.post(write(whole, 0x00012a07, 0x7f0000002000));
   CHECK(to_hex(drain(queue)) == expected);
   // The same bytes from three places.
-  const Segment parts[] = {{data.data(), 5, nullptr}, {data.data() + 5, 0, nullptr}, {data.data() + 5, 27, nullptr}};
+  const Segment parts[] = {
+      {data.data(), 5, nullptr}, {data.data() + 5, 0, nullptr}, {data.data() + 5, 27, nullptr}};
   queue.post({.kind = SendKind::write,
               .rkey = 0x00012a07,
               .remote_address = 0x7f0000002000,
@@ -146,7 +149,8 @@ TEST_CASE("a large payload is sent from where it lies, and its neighbours from f
   size_t total = 0;
   // header, payload, trailer + header, payload, trailer + header, payload, trailer + immediate
   CHECK(queue.gather(list, total) == 7);
-  for (size_t i : {1u, 3u, 5u}) CHECK(list[i].iov_base == data.data() + (i / 2) * segment_payload_default);
+  for (size_t i : {1u, 3u, 5u})
+    CHECK(list[i].iov_base == data.data() + (i / 2) * segment_payload_default);
   CHECK(total == queue.posted_bytes());
 }
 
