@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "plugin/session.h"
 
-#include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,15 +21,6 @@ namespace {
 
 constexpr uint32_t default_connections_max = 4;
 constexpr auto disconnect_limit = std::chrono::seconds(2);
-
-void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
-  static_assert(sizeof(word) == sizeof(uint32_t));
-  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
-}
-
-void futex_wake(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
-}
 
 wire::Uuid random_uuid() {
   wire::Uuid uuid;
@@ -59,130 +48,6 @@ std::string default_session_name() {
 }
 
 }  // namespace
-
-// --- Operation ------------------------------------------------------------------------------------------
-
-void Operation::on_done(int error) { lane_->completed(*this, error); }
-
-// --- Lane -----------------------------------------------------------------------------------------------
-
-void Lane::link(Operation& operation) {
-  operation.linked_ = true;
-  operation.previous_ = last_;
-  operation.next_ = nullptr;
-  (last_ != nullptr ? last_->next_ : first_) = &operation;
-  last_ = &operation;
-}
-
-void Lane::unlink(Operation& operation) {
-  operation.linked_ = false;
-  (operation.previous_ != nullptr ? operation.previous_->next_ : first_) = operation.next_;
-  (operation.next_ != nullptr ? operation.next_->previous_ : last_) = operation.previous_;
-}
-
-// Called by whoever has the lead of this connection, or ends the path.
-void Lane::completed(Operation& operation, int error) {
-  operation.error_ = error;
-  auto& word = operation.state_;
-  uint32_t before;
-  {
-    const std::lock_guard lock(mutex_);
-    leader_receives_ = housekeeper_leads_;  // a request thread is awake now, and sends before it sleeps again
-    if (operation.linked_) {
-      unlink(operation);
-      ++woken_;
-    }
-    before = word.exchange(Operation::done, std::memory_order_acq_rel);
-  }
-  // The thread may return, and the operation be gone, as soon as it reads `done`; a wake-up that then
-  // hits the stale address is harmless, every sleeper looks at its word again.
-  if (before == Operation::asleep) futex_wake(word);
-}
-
-void Lane::wait(Operation& operation) {
-  std::unique_lock lock(mutex_);
-  if (operation.state_.load(std::memory_order_acquire) == Operation::done) return;
-  if (!led_ && !path_.connection_closed(cid_)) {
-    led_ = true;
-    lock.unlock();
-    lead(operation);
-    return;
-  }
-  link(operation);
-  // A leader that is up and about sends what we queued before it goes to sleep: one system call for all
-  // that has gathered. A sleeping one does not know of it.
-  const bool send_now = leader_receives_ || !led_;
-  lock.unlock();
-  if (send_now) path_.endpoint(cid_).flush(fabric::Wait::yes);
-  sleep(operation);
-}
-
-void Lane::sleep(Operation& operation) {
-  for (;;) {
-    uint32_t state = Operation::waiting;
-    operation.state_.compare_exchange_strong(state, Operation::asleep, std::memory_order_acq_rel);
-    state = operation.state_.load(std::memory_order_acquire);
-    if (state == Operation::asleep) futex_wait(operation.state_, Operation::asleep);
-    state = operation.state_.load(std::memory_order_acquire);
-    if (state == Operation::done) return;
-    if (state == Operation::told_to_lead) {
-      lead(operation);
-      return;
-    }
-  }
-}
-
-void Lane::lead(Operation& operation) {
-  auto& endpoint = path_.endpoint(cid_);
-  std::unique_lock lock(mutex_);
-  while (operation.state_.load(std::memory_order_acquire) != Operation::done) {
-    if (path_.connection_closed(cid_)) {
-      // Nothing comes here any more; the operation is done when the last connection of the path is closed.
-      led_ = false;
-      operation.state_.store(Operation::waiting, std::memory_order_release);
-      link(operation);
-      lock.unlock();
-      sleep(operation);
-      return;
-    }
-    if (woken_ != 0) {
-      // Threads that got their answers are about to bring their next requests. If they share our CPU, let
-      // them come first: then all leaves in one system call. If they do not, this returns at once.
-      woken_ = 0;
-      lock.unlock();
-      sched_yield();
-      lock.lock();
-    }
-    leader_receives_ = true;
-    lock.unlock();
-    endpoint.flush(fabric::Wait::yes);
-    endpoint.progress(fabric::Wait::yes, Clock::now());
-    lock.lock();
-    leader_receives_ = false;
-  }
-  // Done: the longest waiting follower leads next, if there is still something to receive.
-  if (first_ == nullptr || path_.connection_closed(cid_)) {
-    led_ = false;
-    return;
-  }
-  Operation& next = *first_;
-  unlink(next);
-  auto& word = next.state_;
-  const uint32_t before = word.exchange(Operation::told_to_lead, std::memory_order_acq_rel);
-  lock.unlock();
-  if (before == Operation::asleep) futex_wake(word);
-}
-
-bool Lane::take_lead() {
-  const std::lock_guard lock(mutex_);
-  if (led_) return false;
-  led_ = true;
-  housekeeper_leads_ = true;
-  leader_receives_ = true;  // the housekeeper does not send for others
-  return true;
-}
-
-// --- Session --------------------------------------------------------------------------------------------
 
 Session::Session(const Parameters& parameters, LogSink log)
     : parameters_(parameters), server_text_(parameters.server->text), log_(std::move(log)) {
@@ -233,7 +98,6 @@ Session::~Session() {
 }
 
 bool Session::start(uint32_t lane, Operation& operation, bool wait_for_permit) {
-  operation.session_ = this;
   operation.lane_ = lanes_[lane].get();
   operation.state_.store(Operation::waiting, std::memory_order_relaxed);
   if (wait_for_permit) {
@@ -399,6 +263,18 @@ void Session::housekeep(std::stop_token stop) {
     }
   }
 
+  fabric::Endpoint::Counters sum;
+  for (uint32_t cid = 1; cid < path_->connection_count(); ++cid) {
+    const auto counters = path_->endpoint(cid).counters();
+    sum.messages_sent += counters.messages_sent;
+    sum.send_calls += counters.send_calls;
+    sum.messages_received += counters.messages_received;
+    sum.receive_calls += counters.receive_calls;
+  }
+  log_(LogLevel::debug, "session of " + server_text_ + ": " + std::to_string(sum.messages_sent) +
+                            " messages sent in " + std::to_string(sum.send_calls) + " calls, " +
+                            std::to_string(sum.messages_received) + " received in " +
+                            std::to_string(sum.receive_calls));
   if (usable()) {
     path_->disconnect(Clock::now());
   } else {

@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// One client session and the threads that drive it.
-//
-// A housekeeper thread connects, drives the service connection, beats, and notices what takes too long. The
-// IO connections have no thread of their own: a request thread that waits for its answer either leads (it
-// receives for everybody who waits on the same connection) or follows (it sleeps until its request is done
-// or it is told to lead). With one request in flight the thread that sent it also receives the answer, and
-// no other thread of the process wakes up.
+// One client session. A housekeeper thread connects, drives the service connection, beats, and notices what
+// takes too long. The IO connections have no thread of their own: the request threads drive them (lane.h).
 #pragma once
 
 #include <atomic>
@@ -19,6 +14,7 @@
 
 #include <tl/expected.hpp>
 
+#include "plugin/lane.h"
 #include "plugin/parameters.h"
 #include "protocol/base/log.h"
 #include "protocol/fabric/fabric.h"
@@ -26,60 +22,6 @@
 #include "protocol/rtrs/permits.h"
 
 namespace rtrsnbd::plugin {
-
-class Session;
-
-// One RTRS request and the thread that waits for it. Lives on that thread's stack.
-class Operation final : public rtrs::ClientRequest {
- public:
-  void on_done(int error) override;
-  [[nodiscard]] int error() const { return error_; }
-
- private:
-  friend class Session;
-  friend class Lane;
-  enum State : uint32_t { waiting, asleep, told_to_lead, done };
-
-  class Lane* lane_ = nullptr;
-  Session* session_ = nullptr;
-  uint32_t permit_ = 0;
-  int error_ = 0;
-  std::atomic<uint32_t> state_{waiting};
-  bool linked_ = false;  // in the lane's list of followers; under the lane's mutex
-  Operation* previous_ = nullptr;
-  Operation* next_ = nullptr;
-};
-
-// The threads that wait on one connection.
-class Lane {
- public:
-  Lane(rtrs::ClientPath& path, uint32_t cid) : path_(path), cid_(cid) {}
-
-  // Sends what is queued, waits until the operation is done, and meanwhile leads if nobody does.
-  void wait(Operation& operation);
-  void completed(Operation& operation, int error);
-
-  // For the housekeeper: takes the lead for good if it is free. False: a request thread has it.
-  bool take_lead();
-
-  [[nodiscard]] uint32_t cid() const { return cid_; }
-
- private:
-  void lead(Operation& operation);
-  void sleep(Operation& operation);
-  void link(Operation& operation);
-  void unlink(Operation& operation);
-
-  rtrs::ClientPath& path_;
-  const uint32_t cid_;
-  std::mutex mutex_;
-  bool led_ = false;
-  bool housekeeper_leads_ = false;
-  bool leader_receives_ = false;  // the leader may be asleep: whoever queues must send for himself
-  uint32_t woken_ = 0;            // followers woken since the leader last received
-  Operation* first_ = nullptr;    // followers, oldest first
-  Operation* last_ = nullptr;
-};
 
 class Session {
  public:
