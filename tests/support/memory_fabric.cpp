@@ -369,6 +369,9 @@ bool MemoryEndpoint::deliver_one(TimePoint) {
     state.finished = true;
     state.inbox.clear();
     state.outbox.clear();
+    // From now on the owner may free what it sent from.
+    if (const auto other = state.peer.lock())
+      for (auto& under_way : other->inbox) under_way.read_payload();
     state.delivering = true;
     core_->changed.notify_all();
     signal(state.fd);
@@ -568,12 +571,13 @@ void MemoryEndpoint::drop() {
 
 void MemoryEndpoint::go_silent() {
   const std::lock_guard lock(core_->mutex);
-  state_->silent = true;
-  state_->inbox.clear();
-  if (const auto other = state_->peer.lock()) {
-    other->silent = true;
-    other->inbox.clear();
-  }
+  // What an end knows already, above all that it is over, stays known.
+  const auto lose_messages = [](State& state) {
+    state.silent = true;
+    std::erase_if(state.inbox, [](const auto& item) { return item.what != State::What::disconnected; });
+  };
+  lose_messages(*state_);
+  if (const auto other = state_->peer.lock()) lose_messages(*other);
 }
 
 bool MemoryEndpoint::closed() const {

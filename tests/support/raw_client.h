@@ -238,6 +238,20 @@ class RawClient {
     }
   }
 
+  // Looks at what arrived on one connection; progress() does it by itself.
+  // The rules of the specification for what a server sends are checked here; a break is a bug of the server.
+  void digest(uint16_t cid) {
+    auto& connection = *connections[cid];
+    while (!connection.completions.empty()) {
+      const auto completion = connection.completions.front();
+      connection.completions.pop_front();
+      const std::span<const std::byte> payload =
+          std::span(connection.receives.at(completion.id)).first(completion.byte_count);
+      take(cid, completion, payload);
+      if (!connection.disconnected) post_receive(connection, completion.id);
+    }
+  }
+
   [[nodiscard]] bool alive() const {
     for (const auto& connection : connections)
       if (!connection || !connection->open()) return false;
@@ -271,18 +285,6 @@ class RawClient {
     connection.endpoint->post_receive(index, connection.receives[index].data(), connection.receives[index].size());
   }
 
-  // The rules of the specification for what a server sends; a break is a bug of the server.
-  void digest(uint16_t cid) {
-    auto& connection = *connections[cid];
-    while (!connection.completions.empty()) {
-      const auto completion = connection.completions.front();
-      connection.completions.pop_front();
-      const std::span<const std::byte> payload =
-          std::span(connection.receives.at(completion.id)).first(completion.byte_count);
-      take(cid, completion, payload);
-      if (!connection.disconnected) post_receive(connection, completion.id);
-    }
-  }
   void take(uint16_t cid, const fabric::Completion& completion, std::span<const std::byte> payload) {
     uint32_t& invalidated = connections[cid]->invalidated;
     if (completion.invalidated_rkey != 0) {

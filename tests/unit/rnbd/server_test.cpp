@@ -414,7 +414,7 @@ TEST_CASE("an IO without the priority field, and one with garbage in it, are the
   io.priority = uint16_t{0xffff};
   io.tail.fill(0xa5);
   io.padding = uint16_t{0xa5a5};
-  for (const size_t length : {32, 31, 28, 24})
+  for (const size_t length : std::initializer_list<size_t>{32, 31, 28, 24})
     CHECK(world.submit(wire::bytes_of(io).first(length), Kind::read, 512).answer == 0);
   CHECK(world.submit(wire::bytes_of(io).first(23), Kind::read, 512).answer == EINVAL);
 }

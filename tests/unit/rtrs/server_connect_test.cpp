@@ -97,7 +97,7 @@ TEST_CASE("receives stand ready before the client can use them: 512 on connectio
 
 TEST_CASE("connection-request-malformed") {
   ServerWorld world;
-  for (const size_t length : {0, 1, 55}) {
+  for (const size_t length : std::initializer_list<size_t>{0, 1, 55}) {
     RawClient client(world);
     client.open_bytes(0, std::vector<std::byte>(length));
     CHECK(outcome(client, 0) == ECONNRESET);

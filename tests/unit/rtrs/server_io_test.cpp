@@ -533,7 +533,7 @@ TEST_CASE("failover: a third request for the chunk costs the path it comes on") 
 // --- Other things to send
 
 TEST_CASE("SEND after INFO_REQ costs the path, empty or not") {
-  for (const size_t length : {0, 1, 8, 272}) {
+  for (const size_t length : std::initializer_list<size_t>{0, 1, 8, 272}) {
     Session session(false);
     session.client.send(1, fabric::SendKind::send, std::vector<std::byte>(length));
     session.check_path_died();

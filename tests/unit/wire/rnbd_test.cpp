@@ -240,7 +240,7 @@ TEST_CASE("parsers refuse the messages of the others") {
 TEST_CASE("the priority of an IO counts only in a full message") {
   auto io = io_message(1, 0, 512);
   io.priority = uint16_t{0x2004};
-  for (const size_t length : {24, 26, 28, 31}) CHECK(parse_io(bytes_of(io).first(length))->priority == 0);
+  for (const size_t length : std::initializer_list<size_t>{24, 26, 28, 31}) CHECK(parse_io(bytes_of(io).first(length))->priority == 0);
   CHECK(parse_io(bytes_of(io))->priority == 0x2004);
   CHECK(parse_io(bytes_of(io).first(24))->length == 512);
 }
