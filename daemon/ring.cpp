@@ -26,6 +26,10 @@ namespace {
 constexpr uint32_t small_entries = 64;
 constexpr uint32_t small_completion_entries = 256;
 
+// Threads the kernel may make for transfers that sleep. Its default, four per CPU, are soon all taken by the
+// requests of one filesystem that hangs, and then nobody else's transfers get one.
+constexpr unsigned kernel_workers_max = 1024;
+
 constexpr uint32_t flags_always = IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP | IORING_SETUP_R_DISABLED;
 
 struct Attempt {
@@ -141,6 +145,8 @@ void Ring::adopt() {
   if (syscall(__NR_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) < 0) {
     throw SetUpError(refusal(errno));
   }
+  unsigned workers[2] = {kernel_workers_max, 0};  // bounded work; 0: leave the other kind alone
+  io_uring_register_iowq_max_workers(&ring_, workers);
   disabled_ = false;
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cerrno>
 #include <cstring>
 #include <exception>
 
@@ -20,6 +21,8 @@ constexpr Duration tick_interval_min = std::chrono::milliseconds(5);
 constexpr Duration tick_interval_shutting_down = std::chrono::milliseconds(10);
 // Calls of progress() in a row before the other endpoints get their turn.
 constexpr uint32_t progress_calls_max = 16;
+// Posted bytes that are not left for the end of the turn: about a quarter of a second-level cache.
+constexpr size_t early_flush_bytes = 256 * 1024;
 
 }  // namespace
 
@@ -132,8 +135,16 @@ void ServerReactor::on_connect_request(std::unique_ptr<fabric::ConnectRequest> r
     wire::ConnectResponse response{};
     response.error = static_cast<uint16_t>(-error);
     request->reject(wire::bytes_of(response));
-    shared_.log(LogLevel::warning, "connection from " + peer + " refused: " +
-                                       (message ? std::strerror(error) : "its RTRS connection request is malformed"));
+    std::string why = "its RTRS connection request is malformed";
+    if (message && error == EUSERS) {
+      why = "there are " + std::to_string(shared_.directory.session_count()) + " sessions, the limit is 'max-sessions: " +
+            std::to_string(shared_.limits.sessions_max) + "'";
+    } else if (message && error == ENXIO) {
+      why = "it belongs to a session that is not known here";
+    } else if (message) {
+      why = std::strerror(error);
+    }
+    shared_.log(LogLevel::warning, "connection from " + peer + " refused: " + why);
     return;
   }
   if (*target == index_) {
@@ -188,6 +199,8 @@ void ServerReactor::want_flush(fabric::Endpoint& endpoint) {
     endpoint.flush(fabric::Wait::no);  // not attached (any more): there is no turn to wait for
     return;
   }
+  // Large answers go out while their data is still in the cache, and the client gets to work meanwhile.
+  if (endpoint.unsent_bytes() >= early_flush_bytes && !endpoint.wants_write()) endpoint.flush(fabric::Wait::no);
   if (line->to_flush) return;
   line->to_flush = true;
   to_flush_.push_back(line);
