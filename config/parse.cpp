@@ -473,7 +473,8 @@ void check_against_others(const Place& place, const Volume& volume,
                        shown(volume.name) + ": the volume in line " + std::to_string(other.line) +
                            " has the same name");
     }
-    if (!volume.path.empty() && volume.path == other.path) {
+    // Readers may share a backing; a writer has it alone.
+    if (!volume.path.empty() && volume.path == other.path && !(volume.read_only && other.read_only)) {
       place.errors.add(place.node.line, place.key + ".path",
                        shown(volume.path) + ": the volume in line " + std::to_string(other.line) +
                            " has the same path");

@@ -27,7 +27,13 @@ std::string errno_text(int error) {
 std::string refusal_text(int error) {
   switch (error) {
     case ENOMEM:
-      return "refused by the server: session or memory limit reached (ENOMEM)";
+      return "refused by the server: its memory limit is reached (ENOMEM)";
+    case EUSERS:
+      return "refused by the server: its limit of sessions is reached (EUSERS)";
+    case EMFILE:
+      return "refused by the server: more connections than its limit for one path (EMFILE)";
+    case ESHUTDOWN:
+      return "refused by the server: it is shutting down (ESHUTDOWN)";
     case ECONNRESET:
       return "refused by the server: it does not accept this connection request (ECONNRESET)";
     default:

@@ -39,6 +39,7 @@ def test_ranges_beyond_the_end(stack):
             still_good(handle)
         handle.pwrite(b"z", size - 1)
         equal(bytes(handle.pread(1, size - 1)), b"z", "the last byte")
+        handle.shutdown()
         nbdkit.terminate()
         daemon.terminate()
         os.unlink(stack.path("v.img"))

@@ -311,8 +311,8 @@ def test_hanging_daemon_is_given_up_after_the_configured_time(stack):
 
 
 def holders(daemon):
-    opened = daemon.log().count("opened (rw)")
-    closed = daemon.log().count("closed (rw)")
+    opened = daemon.log().count("opened read-write")
+    closed = daemon.log().count("closed, was device")
     return ["rw"] * (opened - closed)
 
 

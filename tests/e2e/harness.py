@@ -292,6 +292,19 @@ class Nbdkit(Process):
     def export_uri(self, name):
         return "nbd+unix:///%s?socket=%s" % (name, self.socket)
 
+    def end(self):
+        # nbdkit waits for its clients, and a test that failed may have left some.
+        if self.alive():
+            os.kill(self.pid, signal.SIGCONT)
+            os.kill(self.pid, signal.SIGTERM)
+            try:
+                self.child.wait(3 * PATIENCE)
+            except subprocess.TimeoutExpired:
+                os.kill(self.pid, signal.SIGKILL)
+                self.child.wait()
+            self.expected_dead = True
+        super().end()
+
 
 def plugin_keys(server, volume, **named):
     keys = ["server=" + server] + (["volume=" + volume] if volume is not None else [])
@@ -464,7 +477,7 @@ def main(namespace):
             result, detail = "FAIL", traceback.format_exc()
             for thing in stack.things:
                 if isinstance(thing, Process):
-                    detail += "\nlog of %s:\n%s" % (os.path.basename(thing.command[0]), thing.log()[-2500:])
+                    detail += "\nlog of %s:\n%s" % (os.path.basename(thing.command[0]), thing.log()[-1200:])
         error = stack.end()
         if error and result != "FAIL":
             result, detail = "FAIL", "at the end: %s" % error
