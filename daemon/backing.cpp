@@ -12,10 +12,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <new>
+#include <thread>
 #include <utility>
 
 #include "protocol/wire/rnbd.h"
@@ -28,6 +30,18 @@ namespace {
 constexpr size_t copy_bytes_max = size_t{1} << 20;
 constexpr size_t zero_block_bytes = size_t{256} << 10;
 constexpr uint32_t block_bytes_max = 4096;  // largest logical block served
+
+// A process that was killed is gone before the kernel has taken down its io_uring, which still holds the
+// process's files, with their locks and claims. Its successor waits for that, and no longer.
+constexpr std::chrono::milliseconds takeover_limit{2000};
+constexpr std::chrono::milliseconds takeover_interval{20};
+
+// Repeats attempt while it returns true.
+template <typename Attempt>
+void while_taken_over(Attempt attempt) {
+  const auto end = std::chrono::steady_clock::now() + takeover_limit;
+  while (attempt() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(takeover_interval);
+}
 
 // Zeroes to write where nothing better works; aligned for every direct transfer.
 alignas(4096) std::byte zero_block[zero_block_bytes];
@@ -221,7 +235,10 @@ std::string Backing::open_file(const config::Volume& volume) {
   if (!block_device_ && !S_ISREG(status.st_mode)) return path_ + " is neither a regular file nor a block device";
   // O_EXCL on a block device claims it: neither a mount nor another claim can have it at the same time.
   const int mode = volume.read_only ? O_RDONLY : O_RDWR | (block_device_ ? O_EXCL : 0);
-  fd_ = ::open(path_.c_str(), mode | O_CLOEXEC | O_NONBLOCK);
+  while_taken_over([&] {
+    fd_ = ::open(path_.c_str(), mode | O_CLOEXEC | O_NONBLOCK);
+    return fd_ < 0 && errno == EBUSY;
+  });
   if (fd_ < 0) return explain_open(path_, errno, volume.read_only);
   struct stat opened {};
   if (fstat(fd_, &opened) != 0) return explain_open(path_, errno, volume.read_only);
@@ -273,12 +290,17 @@ std::string Backing::lock(bool read_only) {
   struct flock whole {};
   whole.l_type = static_cast<short>(read_only ? F_RDLCK : F_WRLCK);
   whole.l_whence = SEEK_SET;
-  if (fcntl(fd_, F_OFD_SETLK, &whole) == 0) return {};
-  if (errno == EAGAIN || errno == EACCES) {
+  int error = 0;
+  while_taken_over([&] {
+    error = fcntl(fd_, F_OFD_SETLK, &whole) == 0 ? 0 : errno;
+    return error == EAGAIN || error == EACCES;
+  });
+  if (error == 0) return {};
+  if (error == EAGAIN || error == EACCES) {
     return path_ + " is in use: another process (another rtrsd, or qemu) holds a lock on it" +
            (read_only ? " for writing" : "");
   }
-  return "cannot lock " + path_ + ": " + error_text(errno) + "; the filesystem has to support fcntl locks";
+  return "cannot lock " + path_ + ": " + error_text(error) + "; the filesystem has to support fcntl locks";
 }
 
 std::string Backing::choose_transfer(const config::Volume& volume) {

@@ -139,7 +139,7 @@ class Service {
     log_.write(LogLevel::notice, status);
     notifier_.send("READY=1\nSTATUS=" + status);
     const bool asked = wait_for_stop();
-    const ExitCode code = asked ? drain() : ExitCode::failure;
+    const ExitCode code = asked ? drain() : failure_.load();
     if (code == ExitCode::success) {
       for (std::thread& thread : threads_) thread.join();
       log_.write(LogLevel::notice, "stopped");
@@ -236,6 +236,10 @@ class Service {
         pthread_setname_np(pthread_self(), ("rtrsd/" + std::to_string(index)).c_str());
         try {
           reactors_[index]->run();
+        } catch (const SetUpError& error) {
+          log_.write(LogLevel::error, error.what());
+          failure_ = ExitCode::environment;
+          crashed_ = true;
         } catch (const std::exception& error) {
           log_.write(LogLevel::error, "reactor " + std::to_string(index) + " failed: " + error.what());
           crashed_ = true;
@@ -309,7 +313,7 @@ class Service {
         said = waits;
       }
     }
-    return crashed_ ? ExitCode::failure : ExitCode::success;
+    return crashed_ ? failure_.load() : ExitCode::success;
   }
 
   std::string what_it_waits_for() const {
@@ -326,6 +330,7 @@ class Service {
   int ended_ = -1;
   bool abandoned_ = false;
   std::atomic<bool> crashed_{false};
+  std::atomic<ExitCode> failure_{ExitCode::failure};  // the exit status of a crash
   std::atomic<uint32_t> running_{0};
 
   // Declared in the order of creation. Volumes come after the reactors, although they are made first:

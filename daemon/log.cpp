@@ -69,7 +69,7 @@ bool RepeatFilter::admit(LogLevel level, std::string_view line, TimePoint now) {
     found = causes_.emplace(key, Cause{now, 0, 0, level, {}}).first;
   }
   Cause& cause = found->second;
-  const uint32_t written_max = level <= LogLevel::notice ? problems_per_window : events_per_window;
+  const uint32_t written_max = level <= LogLevel::warning ? problems_per_window : events_per_window;
   if (cause.written < written_max && window_lines_ < lines_per_window) {
     ++cause.written;
     ++window_lines_;

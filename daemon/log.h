@@ -40,8 +40,8 @@ class RepeatFilter {
   std::vector<std::pair<LogLevel, std::string>> due(TimePoint now, bool everything);
 
   static constexpr Duration window = std::chrono::minutes(1);
-  static constexpr uint32_t problems_per_window = 3;  // notice and worse, per cause
-  static constexpr uint32_t events_per_window = 100;  // info, per cause
+  static constexpr uint32_t problems_per_window = 3;  // warnings and errors, per cause
+  static constexpr uint32_t events_per_window = 100;  // notice and info, per cause
   static constexpr uint32_t lines_per_window = 2000;  // all causes: names a peer makes up are causes too
   static constexpr size_t causes_max = 1024;
 
