@@ -122,6 +122,7 @@ class RawClient {
   }
 
   bool take_info() {
+    if (!connections[0]) return false;
     auto& service = *connections[0];
     if (service.completions.empty() || service.completions.front().id != info_id) return false;
     const size_t length = service.completions.front().byte_count;
@@ -133,7 +134,7 @@ class RawClient {
       connection->receives.resize(size_t{3} * world.limits.queue_depth + 64);
       for (size_t i = 0; i < connection->receives.size(); ++i) post_receive(*connection, i);
     }
-    return true;
+    return informed = true;
   }
 
   // One request, laid out as the specification wants it: data, user message, RTRS message.
@@ -178,7 +179,7 @@ class RawClient {
   }
   void write_chunk(uint16_t cid, uint32_t id, uint32_t start, std::span<const std::byte> bytes, uint32_t immediate) {
     kept.emplace_back(bytes.begin(), bytes.end());
-    const fabric::Segment segment{kept.back().data(), kept.back().size(), nullptr};
+    const fabric::Segment segment{kept.back().data(), kept.back().size(), local.get()};
     fabric::SendRequest request;
     request.kind = fabric::SendKind::write_immediate;
     request.immediate = immediate;
@@ -197,7 +198,7 @@ class RawClient {
   }
   void send(uint16_t cid, fabric::SendKind kind, std::span<const std::byte> bytes, uint32_t value = 0) {
     kept.emplace_back(bytes.begin(), bytes.end());
-    const fabric::Segment segment{kept.back().data(), kept.back().size(), nullptr};
+    const fabric::Segment segment{kept.back().data(), kept.back().size(), local.get()};
     fabric::SendRequest request;
     request.kind = kind;
     request.immediate = value;
@@ -224,7 +225,7 @@ class RawClient {
       const uint64_t before = connection->endpoint->deliveries();
       connection->endpoint->progress(fabric::Wait::no, world.now);
       moved = moved || connection->endpoint->deliveries() != before;
-      if (!chunks.empty()) digest(cid);
+      if (informed) digest(cid);
     }
     return moved;
   }
@@ -245,10 +246,11 @@ class RawClient {
     while (!connection.completions.empty()) {
       const auto completion = connection.completions.front();
       connection.completions.pop_front();
-      const std::span<const std::byte> payload =
-          std::span(connection.receives.at(completion.id)).first(completion.byte_count);
-      take(cid, completion, payload);
-      if (!connection.disconnected) post_receive(connection, completion.id);
+      const bool late_info = completion.id == info_id;  // a receive for INFO_RSP that caught something else
+      const std::span<const std::byte> memory =
+          late_info ? std::span<const std::byte>(info) : std::span<const std::byte>(connection.receives.at(completion.id));
+      take(cid, completion, memory.first(completion.byte_count));
+      if (!late_info && !connection.disconnected) post_receive(connection, completion.id);
     }
   }
 
@@ -268,8 +270,10 @@ class RawClient {
   ServerWorld& world;
   RawClientOptions options;
   std::unique_ptr<fabric::Domain> domain;
+  std::unique_ptr<fabric::LocalMemory> local = std::make_unique<fabric::LocalMemory>();  // stands for all of it
   std::vector<std::byte> info;
   std::vector<wire::ChunkWindow> chunks;
+  bool informed = false;  // INFO_RSP was taken
   std::deque<std::vector<std::byte>> kept;  // sources of what is under way
   std::vector<std::vector<std::byte>> read_memory;  // by id
   std::vector<std::unique_ptr<fabric::Region>> read_regions;

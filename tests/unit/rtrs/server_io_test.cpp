@@ -123,6 +123,16 @@ TEST_CASE("a read brings the start of the chunk into the client's memory before 
   }
 }
 
+TEST_CASE("a fabric that wants its send memory registered gets it registered") {
+  for (const bool new_rkey : {false, true}) {
+    Session session(new_rkey, {.any_local = false});  // asserts at each send
+    session.world.upper.answer_at_once = true;
+    session.client.read(1, 0, session.user, 4096, true);
+    session.client.settle();
+    CHECK(session.client.answers.size() == 1);
+  }
+}
+
 TEST_CASE("a failed read transfers nothing, but invalidates what it was told to") {
   for (const bool new_rkey : {false, true}) {
     for (const bool invalidate : {false, true}) {

@@ -32,7 +32,7 @@ constexpr size_t path_count = 2;
 constexpr uint16_t connection_count = 2;
 
 struct Simulation {
-  explicit Simulation(uint64_t seed) : random(seed), world(limits(seed)) {
+  explicit Simulation(uint64_t seed) : random(seed), world(limits(seed), {.any_local = seed % 3 != 0}) {
     world.make_upper = [this](const rtrs::SessionIdentity& identity) {
       ++ups;
       return std::make_unique<Upper>(*this, identity.name);
