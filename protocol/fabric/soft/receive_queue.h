@@ -34,15 +34,13 @@ class ReceiveQueue {
     else
       entries_.push_back({{id, nullptr, 0}, count});
   }
-  // The oldest, which stays.
-  [[nodiscard]] std::optional<Receive> front() {
+  std::optional<Receive> take() {
     const std::lock_guard lock(mutex_);
     if (entries_.empty()) return std::nullopt;
-    return entries_.front().receive;
-  }
-  void pop() {
-    const std::lock_guard lock(mutex_);
-    if (--entries_.front().count == 0) entries_.pop_front();
+    Entry& oldest = entries_.front();
+    const Receive receive = oldest.receive;
+    if (--oldest.count == 0) entries_.pop_front();
+    return receive;
   }
 
  private:

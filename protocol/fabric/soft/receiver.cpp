@@ -261,13 +261,13 @@ bool Receiver::check_untagged(const std::byte* fpdu, size_t payload) {
         error::message_number,
         format("message %u where %u was next", header.message_number.get(), next_message_number_),
         bytes);
-  Receive receive = untagged_.receive;
   if (!untagged_.active) {
-    const auto posted = receives_.front();
+    // Whatever else is wrong with this message ends the connection, and the receive with it.
+    const auto posted = receives_.take();
     if (!posted)
       return fail(error::no_receive, std::string(opcode_name(opcode)) + " without a posted receive",
                   bytes);
-    receive = *posted;
+    untagged_.receive = *posted;
   }
   const size_t expected = untagged_.active ? untagged_.offset : 0;
   if (header.message_offset != expected)
@@ -279,10 +279,10 @@ bool Receiver::check_untagged(const std::byte* fpdu, size_t payload) {
       return fail(
           error::operation_unspecified,
           format("Immediate Data of %zu bytes%s", payload, is_last(fpdu) ? "" : ", segmented"), {});
-  } else if (payload > receive.length - expected) {
+  } else if (payload > untagged_.receive.length - expected) {
     return fail(error::message_too_long,
                 format("message of at least %zu bytes into a receive of %zu", expected + payload,
-                       receive.length),
+                       untagged_.receive.length),
                 bytes);
   }
   // Keys are checked when they are named, so that nothing of a bad message is placed; and again
@@ -302,8 +302,6 @@ bool Receiver::deliver_untagged(const std::byte* fpdu, const std::byte* payload,
     untagged_.opcode = opcode;
     untagged_.upper_layer = header.upper_layer;
     untagged_.offset = 0;
-    untagged_.receive = *receives_.front();
-    receives_.pop();
   }
   Completion completion;
   if (is_immediate_data(opcode)) {

@@ -29,10 +29,12 @@ Arena::Bytes Arena::allocate(size_t length) {
   Block& block = blocks_.back();
   const Bytes result{block.bytes.get() + block.used, block.used == 0};
   block.used += length;
+  in_use_ += length;
   return result;
 }
 
 void Arena::release(size_t length) {
+  in_use_ -= length;
   while (length > 0) {
     Block& block = blocks_.front();
     const size_t step = std::min(length, block.used - block.released);

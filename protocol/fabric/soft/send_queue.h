@@ -36,6 +36,7 @@ class Arena {
   };
   Bytes allocate(size_t length);
   void release(size_t length);  // the oldest bytes
+  [[nodiscard]] size_t in_use() const { return in_use_; }
 
  private:
   static constexpr size_t spare_max = 4;
@@ -45,6 +46,7 @@ class Arena {
     size_t released = 0;
   };
   Ring<Block> blocks_;
+  size_t in_use_ = 0;
   std::vector<std::unique_ptr<std::byte[]>> spare_;
 };
 
@@ -52,6 +54,7 @@ class SendQueue {
  public:
   // A peer that does not read must not cost memory without end.
   static constexpr size_t pieces_max = size_t{1} << 20;
+  static constexpr size_t arena_max = size_t{64} << 20;
 
   SendQueue(bool crc, uint32_t segment_payload);
 
@@ -60,7 +63,9 @@ class SendQueue {
   void post_terminate(wire::iwarp::TerminateError error, std::span<const std::byte> header);
 
   [[nodiscard]] bool empty() const { return pieces_.empty(); }
-  [[nodiscard]] bool full() const { return pieces_.size() >= pieces_max; }
+  [[nodiscard]] bool full() const {
+    return pieces_.size() >= pieces_max || arena_.in_use() >= arena_max;
+  }
   // Fills in the next pieces to send, as many as fit; returns how many.
   [[nodiscard]] size_t gather(std::span<iovec> vectors, size_t& bytes) const;
   void sent(size_t bytes);

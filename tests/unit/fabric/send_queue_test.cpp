@@ -238,6 +238,13 @@ TEST_CASE("a queue nobody drains becomes full") {
   CHECK_FALSE(queue.full());
   for (int i = 0; i < 3 && !queue.full(); ++i) queue.post(write(whole, 1, 0));
   CHECK(queue.full());
+  drain(queue, SIZE_MAX, 1000);
+  CHECK_FALSE(queue.full());
+  // Small messages join in few pieces, but they are memory too.
+  while (!queue.full() && queue.posted_bytes() - queue.sent_bytes() < SendQueue::arena_max * 2)
+    queue.post({.kind = SendKind::write_immediate, .immediate = 1});
+  CHECK(queue.full());
+  CHECK(queue.posted_bytes() - queue.sent_bytes() <= SendQueue::arena_max + 64);
 }
 
 }  // namespace rtrsnbd::fabric::soft
