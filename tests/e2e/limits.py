@@ -16,8 +16,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hostile"))
 import rawclient  # noqa: E402
 import wire  # noqa: E402
-from harness import (KIB, MIB, SANITIZER, SLOW, Background, Daemon, Nbdkit, Skip, contains, equal, main, nbd_connect,  # noqa: E402
-                     requires, requires_nbd_module, requires_root, stat_of, true, volume, wait_until)
+from harness import (KIB, MIB, RTRSD, SANITIZER, SLOW, Background, Daemon, Nbdkit, Skip, contains, equal, listening, main,  # noqa: E402
+                     nbd_connect, requires, requires_nbd_module, requires_root, stat_of, true, volume, wait_until)
 
 
 def raw(daemon, **named):
@@ -156,9 +156,12 @@ def for_nobody(stack):
     os.chmod(directory, 0o777)
     # Is the program within reach of another user?
     if os.fork() == 0:
-        limited_user(1 << 30)()
-        from harness import RTRSD
-        os._exit(0 if os.access(RTRSD, os.X_OK) else 1)
+        reachable = False
+        try:
+            limited_user(64 * KIB)()
+            reachable = os.access(RTRSD, os.X_OK)
+        finally:
+            os._exit(0 if reachable else 1)
     _, status = os.wait()
     if status:
         raise Skip("the build folder cannot be reached by another user")
@@ -173,7 +176,6 @@ def test_locked_memory_limit_small_as_an_ordinary_user(stack):
     for memlock in (64 * KIB, 8 * MIB):
         daemon = Daemon(stack, [volume("v%d" % i, directory + "/v%d-%d.img" % (i, memlock), "8MiB") for i in range(4)],
                         wait=False, preexec=limited_user(memlock))
-        from harness import listening
         wait_until(lambda: not daemon.alive() or listening(daemon.pid, daemon.port), 10, "rtrsd starts or ends")
         if not daemon.alive():
             daemon.expected_dead = True
@@ -233,7 +235,6 @@ def test_kernel_without_newer_io_uring_registration_still_serves(stack):
     """io_uring_register forbidden: no registered buffers, no probe. Serves, or says what is missing."""
     requires(platform.machine() == "x86_64", "system call numbers are those of x86_64")
     requires_nbd_module()
-    from harness import listening
     daemon = Daemon(stack, [volume("v1", stack.path("v.img"), "8MiB")], wait=False, preexec=forbid(427))
     wait_until(lambda: not daemon.alive() or listening(daemon.pid, daemon.port), 10, "rtrsd starts or ends")
     if daemon.alive():

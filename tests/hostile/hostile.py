@@ -1949,6 +1949,7 @@ def main():
     parser.add_argument("--skip", action="append", default=[], help="leave this case out")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--no-cases", action="store_true")
+    parser.add_argument("--quiet", action="store_true", help="print failures only")
     parser.add_argument("--slow", type=float, default=5, help="print cases that take longer, in seconds")
     parser.add_argument("--long", action="store_true", help="also cases that wait for the handshake limit of 30 s")
     parser.add_argument("--mode", choices=("plain", "new-rkey"), default="plain")
@@ -1986,7 +1987,7 @@ def main():
         ran += 1
         try:
             result = run_case(ctx, name, allowed, function)
-            if arguments.case or time.monotonic() - start > arguments.slow:
+            if (arguments.case and not arguments.quiet) or time.monotonic() - start > arguments.slow:
                 print("ok   %s: %s (%.2f s)" % (name, result, time.monotonic() - start))
         except Exception as error:  # a case must not end the run
             failures += 1
