@@ -8,6 +8,7 @@
 #include <set>
 #include <thread>
 
+#include "tests/support/hex.h"
 #include "tests/unit/fabric/fpdu.h"
 #include "tests/unit/fabric/pair.h"
 #include "tests/unit/fabric/raw_peer.h"
@@ -216,6 +217,26 @@ TEST_CASE("a responder keeps its messages until the initiator has spoken") {
   pair.greet();
   pair.until([&] { return !pair.client_side.completions.empty(); });
   CHECK(pair.client_side.completions[0].immediate == 5);
+}
+
+TEST_CASE("an initiator in peer-to-peer mode frees the responder by a write of nothing") {
+  Pair pair;
+  RawPeer peer(RawPeer::connect(pair.listener->address()));
+  peer.send(test::hex("4d504120494420526571204672616d65 10020004 80048004"));
+  pair.until([&] { return pair.pending != nullptr; });
+  pair.server = pair.pending->make_endpoint(*pair.server_domain);
+  pair.server->set_handler(&pair.server_side);
+  pair.server->accept({});
+  CHECK(test::to_hex(peer.receive_exactly(24)) ==
+        test::to_hex(test::hex("4d504120494420526570204672616d65 10020004 80008000")));
+  pair.server->post_send(immediate(0x80000000));
+  pair.server->flush(Wait::no);
+  for (int i = 0; i < 10; ++i) pair.step();
+  CHECK_FALSE(peer.readable());
+  peer.send(Write{0, 0, {}});
+  pair.until([&] { return peer.readable(); });
+  CHECK(peer.receive().size() == 32);
+  CHECK(pair.server_side.completions.empty());
 }
 
 // Errors on the wire.
