@@ -5,12 +5,13 @@ back, zeroes take none, and a failed fsync is not forgotten."""
 
 import os
 import random
+import signal
 import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from harness import (KIB, MIB, Background, Daemon, Nbdkit, Skip, allocated, contains, equal, expect_nbd_error, main,  # noqa: E402
-                     nbd_connect, requires_nbd_module, requires_tool, run, true, volume)
+from harness import (KIB, MIB, PATIENCE, Background, Daemon, Nbdkit, Skip, allocated, contains, equal, expect_nbd_error, main,  # noqa: E402
+                     nbd_connect, requires_nbd_module, requires_tool, run, true, volume, wait_until)
 
 FUA, NO_HOLE, FAST_ZERO = 1, 2, 16
 
@@ -151,6 +152,66 @@ def test_failed_fsync_is_not_forgotten(stack):
     fine.flush()
     contains(daemon.log(), "v1")
     handle.shutdown()
+
+
+def frozen(stack):
+    """A file system of its own that can be frozen; thawed at the end in any case."""
+    requires_tool("mkfs.ext4", "mount", "fsfreeze")
+    image, where = stack.file("fs.img", 64 * MIB), stack.directory()
+    run("mkfs.ext4", "-q", "-F", image)
+    device = stack.loop(image)
+    try:
+        run("mount", device, where)
+    except AssertionError as error:
+        raise Skip("ext4 cannot be mounted: %s" % str(error).splitlines()[-1]) from None
+    stack.call(lambda: run("umount", "-l", where))
+    stack.call(lambda: run("fsfreeze", "-u", where, status=None))
+    return where
+
+
+def test_hanging_backing_stops_neither_other_volumes_nor_the_stop(stack):
+    """One volume's file system is frozen: its requests wait, the other volume goes on, new clients get in, and
+    SIGTERM ends after drain-timeout with the name of the volume that did not."""
+    requires_nbd_module()
+    where = frozen(stack)
+    daemon = Daemon(stack, [volume("stuck", where + "/v.img", "16MiB"), volume("fine", stack.path("f.img"), "16MiB")],
+                    drain_timeout="2s")
+    stuck_disk, fine_disk = Nbdkit(stack, daemon, "stuck"), Nbdkit(stack, daemon, "fine")
+    stuck, fine = nbd_connect(stuck_disk.uri), nbd_connect(fine_disk.uri)
+    stuck.pwrite(b"a" * 4096, 0)
+    run("fsfreeze", "-f", where)
+    nbd = requires_nbd_module()
+
+    def wait_for_ever():
+        try:
+            stuck.pwrite(b"b" * MIB, 1 * MIB)
+        except nbd.Error:
+            pass
+    waiting = [Background(wait_for_ever)]
+    time.sleep(0.3)
+    shadow = {}
+    start = time.monotonic()
+    for number in range(200):
+        shadow[number] = os.urandom(4096)
+        fine.pwrite(shadow[number], number * 4096, flags=FUA if number % 10 == 0 else 0)
+    fine.flush()
+    true(time.monotonic() - start < 10 * PATIENCE, "the other volume took %.1f s" % (time.monotonic() - start))
+    reader_disk = Nbdkit(stack, daemon, "fine", access="ro")
+    equal(bytes(nbd_connect(reader_disk.uri).pread(4096, 0)), shadow[0], "what a newcomer reads")
+    daemon.kill(signal.SIGTERM)
+    try:
+        wait_until(lambda: "stuck" in daemon.log()[daemon.log().find("SIGTERM"):], 10, "the log names the stuck volume")
+        time.sleep(2.5)
+    finally:
+        run("fsfreeze", "-u", where)
+    code = daemon.wait(10)
+    equal(code, 75, "exit status; log: " + daemon.log()[-1500:])
+    with open(stack.path("f.img"), "rb") as image:
+        for number, data in shadow.items():
+            image.seek(number * 4096)
+            equal(image.read(4096), data, "acknowledged block %d" % number)
+    for thread in waiting:
+        thread.finish(40)
 
 
 def test_trim_and_zero_of_a_fresh_volume_allocate_nothing(stack):
