@@ -43,7 +43,7 @@ TEST_CASE("defaults are those of the header") {
   CHECK(config->listen[0].port == 1234);
   CHECK(config->reactors == 0);
   CHECK(config->queue_depth == 128);
-  CHECK(config->max_io_size == 131072);
+  CHECK(config->max_io_size == 262144);
   CHECK(config->memory_max == uint64_t{4} << 30);
   CHECK(config->heartbeat_interval == 5s);
   CHECK(config->drain_timeout == 30s);
@@ -316,7 +316,7 @@ TEST_CASE("bad input is refused with file, line, key and what would be right") {
        "bits for "
        "both (6 for the depth, 23 for max-io-size + 4KiB); queue-depth 32 or max-io-size 4092KiB "
        "would"},
-      {"memory", "max-memory: 1MiB\n" + volume,
+      {"memory", "max-memory: 1MiB\nmax-io-size: 128KiB\n" + volume,
        "F:1: max-memory: one session needs 17301504 bytes (queue-depth 128 with max-io-size "
        "128KiB), more "
        "than the 1048576 allowed; max-memory 16896KiB or queue-depth 7 would do"},
@@ -353,6 +353,21 @@ TEST_CASE("bad input is refused with file, line, key and what would be right") {
     CAPTURE(bad.what);
     CHECK(complaint(bad.text) == bad.message);
   }
+}
+
+TEST_CASE("only readers may share a path") {
+  const std::string reader = "    read-only: true\n";
+  const std::string other = "  - name: b\n    path: /a\n";
+  CHECK(complaint(volume + reader + other + reader) == "");
+  const std::string refused = "F:%: volumes[1].path: \"/a\": the volume in line 2 has the same path";
+  const auto at_line = [&refused](char line) {
+    std::string text = refused;
+    text[2] = line;
+    return text;
+  };
+  CHECK(complaint(volume + reader + other) == at_line('5'));
+  CHECK(complaint(volume + other + reader) == at_line('4'));
+  CHECK(complaint(volume + other) == at_line('4'));
 }
 
 TEST_CASE("an alias bomb is refused at its first anchor") {
