@@ -167,6 +167,9 @@ class Endpoint {
   // Readiness: wait for POLLIN on fd(), and for POLLOUT too while wants_write(). -1 when closed.
   [[nodiscard]] virtual int fd() const = 0;
   [[nodiscard]] virtual bool wants_write() const = 0;
+  // Queued by post_send and not taken by the connection yet. A driver that collects posts before it flushes
+  // may flush early when this grows, while the data is still in the processor's cache.
+  [[nodiscard]] virtual size_t unsent_bytes() const = 0;
 
   // Receives what is there (at most a fair share) and calls the handler; sends what was blocked. With
   // Wait::yes it sleeps until at least one thing was received or happened, but half a second at most, so

@@ -16,6 +16,8 @@ namespace {
 
 enum class ReceiveId : uint64_t { info_request = 1, empty = 2 };
 
+constexpr size_t wire_overhead_max = 64;  // bytes of a message besides its payload, of any transport
+
 }  // namespace
 
 // --- Connection
@@ -26,18 +28,20 @@ void Connection::on_disconnected(fabric::DisconnectReason reason, std::string_vi
   path_.connection_gone(*this, reason, detail);
 }
 
-// A client has at most queue_depth requests outstanding, so no more answers than that can wait for it, each
-// of at most three messages. More means that it takes nothing and yet asks for more; memory is not given to
-// that.
+// A client has at most queue_depth requests outstanding, so no more answers than that can wait for it, each of
+// at most three messages. More means that it takes nothing and yet asks for more, and memory is not given to
+// that. The endpoint knows bytes, not messages: if what waits is more than the last so many messages can have
+// cost, older ones wait, too.
 bool Connection::post(const SendRequest& request) {
-  const uint64_t waiting_max = uint64_t{4} * path_.queue_depth() + 64;
-  if (posted_ - known_sent_ >= waiting_max) {
-    known_sent_ = endpoint_->counters().messages_sent;
-    if (posted_ - known_sent_ >= waiting_max) return false;
-  }
   if (!endpoint_->post_send(request)) return false;
-  ++posted_;
-  return true;
+  recent_bytes_ += wire_overhead_max;
+  for (const auto& segment : request.segments) recent_bytes_ += segment.length + segment.length / 64;
+  if (++recent_messages_ < 4 * path_.queue_depth() + 64) return true;
+  const bool read = endpoint_->unsent_bytes() <= recent_bytes_;
+  recent_bytes_ = 0;
+  recent_messages_ = 0;
+  if (!read) path_.close(Path::Close::at_once, LogLevel::warning, "the client asks, but does not take the answers");
+  return read;
 }
 
 // --- Coming up

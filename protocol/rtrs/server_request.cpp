@@ -60,8 +60,9 @@ void Slot::path_gone(const Path& path) {
 
 void Slot::respond(int error) {
   assert(executing_);
-  if (connection_ != nullptr && !send_response(*connection_, error))
-    connection_->path().close(Path::Close::at_once, LogLevel::warning, "an answer could not be sent");
+  // Closing the path makes this slot forget the connection.
+  if (Connection* const asker = connection_; asker != nullptr && !send_response(*asker, error))
+    asker->path().close(Path::Close::at_once, LogLevel::warning, "an answer could not be sent");
 
   executing_ = false;
   connection_ = nullptr;

@@ -67,7 +67,7 @@ class Connection final : public fabric::Handler {
   void on_completion(const fabric::Completion& completion) override;
   void on_disconnected(fabric::DisconnectReason reason, std::string_view detail) override;
 
-  // False: the connection is gone, or its peer takes nothing while more and more is waiting.
+  // False: the connection is gone, or goes because its peer takes nothing while more and more is waiting.
   bool post(const fabric::SendRequest& request);
 
   [[nodiscard]] Path& path() { return path_; }
@@ -79,8 +79,8 @@ class Connection final : public fabric::Handler {
   Path& path_;
   const uint32_t cid_;
   bool gone_ = false;
-  uint64_t posted_ = 0;      // messages given to the endpoint
-  uint64_t known_sent_ = 0;  // of these, the ones known to have left
+  uint32_t recent_messages_ = 0;  // posted since it was last checked that the peer takes them
+  size_t recent_bytes_ = 0;       // what they cost on the wire at most
   wire::InfoRequest info_memory_;
   std::unique_ptr<fabric::Endpoint> endpoint_;
 };

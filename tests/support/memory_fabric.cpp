@@ -358,6 +358,14 @@ bool MemoryEndpoint::wants_write() const {
   return !state_->outbox.empty() && !state_->gone();
 }
 
+size_t MemoryEndpoint::unsent_bytes() const {
+  constexpr size_t overhead = 32;  // about what a message costs on a real wire
+  const std::lock_guard lock(core_->mutex);
+  size_t sum = 0;
+  for (const auto& item : state_->outbox) sum += item.length() + overhead;
+  return sum;
+}
+
 bool MemoryEndpoint::deliver_one(TimePoint) {
   std::unique_lock lock(core_->mutex);
   State& state = *state_;

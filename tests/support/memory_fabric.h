@@ -89,6 +89,7 @@ class MemoryEndpoint final : public fabric::Endpoint {
   void flush(fabric::Wait wait) override;
   [[nodiscard]] int fd() const override;
   [[nodiscard]] bool wants_write() const override;
+  [[nodiscard]] size_t unsent_bytes() const override;
   bool progress(fabric::Wait wait, TimePoint now) override;
   void tick(TimePoint now) override;
   void disconnect(TimePoint now) override;

@@ -126,6 +126,11 @@ bool SoftEndpoint::wants_write() const {
          phase_.load(std::memory_order_relaxed) == Phase::connecting;
 }
 
+size_t SoftEndpoint::unsent_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return queue_ ? static_cast<size_t>(queue_->posted_bytes() - queue_->sent_bytes()) : 0;
+}
+
 // The connection is lost: whoever sleeps on the socket wakes up. What the peer has sent so far can
 // still be read.
 void SoftEndpoint::give_up_sending() {

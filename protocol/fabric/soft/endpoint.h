@@ -42,6 +42,7 @@ class SoftEndpoint final : public Endpoint, private Receiver::Sink {
   void flush(Wait wait) override;
   [[nodiscard]] int fd() const override { return visible_fd_.load(std::memory_order_relaxed); }
   [[nodiscard]] bool wants_write() const override;
+  [[nodiscard]] size_t unsent_bytes() const override;
   bool progress(Wait wait, TimePoint now) override;
   void tick(TimePoint now) override;
   void disconnect(TimePoint now) override;
