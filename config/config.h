@@ -45,7 +45,7 @@ struct Config {
   std::vector<Listen> listen;     // default: one, tcp, any address, port 1234
   uint32_t reactors = 0;          // 0: one per CPU the process may use, at most 16
   uint32_t queue_depth = 128;     // chunks per session
-  uint64_t max_io_size = 128 * 1024;        // bytes, multiple of 4096
+  uint64_t max_io_size = 256 * 1024;        // bytes, multiple of 4096
   uint32_t sessions_max = 256;              // `max-sessions`
   uint64_t memory_max = uint64_t{4} << 30;  // `max-memory`: chunk memory of all sessions, bytes
   bool always_invalidate = false;           // `always-invalidate`

@@ -17,7 +17,7 @@ inline constexpr HeartbeatTiming fast_heartbeat{std::chrono::milliseconds(500), 
 
 struct ServerLimits {
   uint32_t queue_depth = 128;
-  uint32_t max_io_size = 128 * 1024;  // bytes of data per request
+  uint32_t max_io_size = 256 * 1024;  // bytes of data per request
   uint32_t max_header_size = 4096;    // bytes
   bool always_invalidate = false;     // NEW_RKEY mode
   HeartbeatTiming heartbeat{};

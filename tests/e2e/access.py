@@ -256,7 +256,7 @@ def test_memory_limit_refuses_with_the_reason(stack):
     requires_nbd_module()
     # 32 x (128 KiB + 4 KiB) is a bit over 4 MiB: two sessions fit in 9 MiB.
     daemon = Daemon(stack, [volume("v%d" % i, stack.path("v%d.img" % i), "4MiB") for i in range(3)], queue_depth=32,
-                    max_memory="9MiB")
+                    max_io_size="128KiB", max_memory="9MiB")
     disks = [Nbdkit(stack, daemon, "v%d" % i) for i in range(3)]
     handles = [nbd_connect(disk.uri) for disk in disks[:2]]
     refused(disks[2], "127.0.0.1", "limit")

@@ -76,7 +76,7 @@ class Receiver {
   // A large stream is best read with little room in the buffer, so that most of it goes directly; a
   // stream of small messages with much room, so that one read takes many. The room follows what
   // comes.
-  static constexpr size_t room_min = 4 * 1024;
+  static constexpr size_t room_min = 512;
   static constexpr size_t room_first = 8 * 1024;
   static constexpr size_t room_max = 64 * 1024;
   static constexpr size_t large_payload = 16 * 1024;

@@ -91,12 +91,22 @@ void SendQueue::post(const SendRequest& request) {
   }
 }
 
+// Segments of nearly equal size: a short last one would be copied where the others are placed by the
+// kernel.
+size_t SendQueue::balanced_segment(size_t total) const {
+  const size_t count = (total + segment_payload_ - 1) / segment_payload_;
+  if (count <= 1) return total;
+  const size_t share = (total + count - 1) / count;
+  return std::min<size_t>((share + 63) / 64 * 64, segment_payload_);
+}
+
 // A message of 0 bytes would say nothing at the peer, so none is sent.
 void SendQueue::post_write(const SendRequest& request, size_t total) {
   Payload payload(request.segments);
   const bool copy = total <= inline_max;
+  const size_t segment = balanced_segment(total);
   for (size_t done = 0; done < total;) {
-    const size_t length = std::min<size_t>(total - done, segment_payload_);
+    const size_t length = std::min(total - done, segment);
     TaggedHeader header;
     header.length = static_cast<uint16_t>(tagged_ulpdu_min + length);
     if (done + length == total) header.ddp_control |= ddp_last;

@@ -94,6 +94,7 @@ class SendQueue {
     size_t offset_ = 0;
   };
 
+  [[nodiscard]] size_t balanced_segment(size_t total) const;
   void post_write(const SendRequest& request, size_t total);
   void post_untagged(wire::iwarp::Opcode opcode, uint32_t upper_layer,
                      std::span<const Segment> segments, size_t total);

@@ -34,6 +34,7 @@ void prepare_connection(int fd) {
   timeval sleep{};
   sleep.tv_usec = static_cast<suseconds_t>(std::chrono::microseconds(sleep_max).count());
   setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &sleep, sizeof sleep);
+  setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &send_buffer_bytes, sizeof send_buffer_bytes);
 }
 
 namespace {
