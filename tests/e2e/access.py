@@ -77,6 +77,7 @@ def test_a_second_nbd_connection_of_one_process_is_no_second_writer(stack):
         handle.pwrite(bytes((number,)) * 4096, number * 4096)
     for number in range(8):
         equal(bytes(handles[7 - number].pread(4096, number * 4096)), bytes((number,)) * 4096, "block %d" % number)
+    daemon.says("opened read-write")
     equal(len(re.findall("opened read-write", daemon.log())), 1, "number of openings in the log")
 
 
@@ -120,7 +121,7 @@ def test_read_only_volume_refuses_rw_at_once_with_the_reason(stack):
     requires_tool("nbdinfo", "qemu-io")
     daemon = Daemon(stack, [volume("v1", old_content(stack.path("v.img")), read_only="true")])
     refused(Nbdkit(stack, daemon, "v1"), "v1", "read-only", "access=ro")
-    contains(daemon.log(), "read-only")
+    daemon.says("read-only")
     check_read_only(Nbdkit(stack, daemon, "v1", access="ro").uri)
 
 
@@ -132,7 +133,7 @@ def test_backing_on_a_read_only_mount(stack):
     daemon = Daemon(stack, [volume("v1", directory + "/v.img")], wait=False)
     equal(daemon.wait(10), 66, "exit status; log: " + daemon.log())
     daemon.expected_dead = True
-    contains(daemon.log(), directory + "/v.img", "read-only: true")
+    daemon.says(directory + "/v.img", "read-only: true")
     daemon = Daemon(stack, [volume("v1", directory + "/v.img", read_only="true")])
     check_read_only(Nbdkit(stack, daemon, "v1", access="ro").uri)
 
@@ -161,7 +162,7 @@ def test_backing_without_the_right_to_write(stack):
     if "Permission denied" in daemon.log() and path not in daemon.log():
         raise Skip("the build folder cannot be reached by another user")
     equal(code, 66, "exit status; log: " + daemon.log())
-    contains(daemon.log(), path, "65534", "read and write")
+    daemon.says(path, "65534", "read and write")
 
 
 def test_unknown_volume_is_refused_with_name_and_server(stack):
@@ -179,7 +180,7 @@ def test_access_list_by_address_and_session_name(stack):
                                                             {"address": "192.0.2.1"}])])
     nbd_connect(Nbdkit(stack, daemon, "local").uri)
     refused(Nbdkit(stack, daemon, "far"), "far", "127.0.0.1")
-    contains(daemon.log(), "far", "allow")
+    daemon.says("far", "allow")
     nbd_connect(Nbdkit(stack, daemon, "named", session="vm-1").uri)
     refused(Nbdkit(stack, daemon, "named", session="host-1"), "named")
     nbd_connect(Nbdkit(stack, daemon, "both", session="vm-7").uri)
@@ -197,7 +198,7 @@ def test_two_volumes_may_not_write_one_backing(stack):
         code = daemon.wait(10)
         daemon.expected_dead = True
         true(code in (66, 78), "exit status %s; log: %s" % (code, daemon.log()))
-        contains(daemon.log(), *words)
+        daemon.says(*words)
     refuses([volume("a", path), volume("b", path)], "v.img", "same path")
     refuses([volume("a", path), volume("b", link)], "a", "b")
     refuses([volume("a", path), volume("b", path, read_only="true")], "v.img")
@@ -246,7 +247,7 @@ def test_session_limit_refuses_with_the_reason_and_lets_in_after_one_left(stack)
         refused(disks[3], "127.0.0.1", "limit")
         for handle in handles:
             handle.pwrite(os.urandom(65536), 0)
-    contains(daemon.log(), "3")
+    daemon.says("3")
     handles[0].shutdown()
     disks[0].terminate()
     wait_until(lambda: try_connect(disks[3].uri), 10, "there is room for the fourth")
@@ -260,7 +261,7 @@ def test_memory_limit_refuses_with_the_reason(stack):
     disks = [Nbdkit(stack, daemon, "v%d" % i) for i in range(3)]
     handles = [nbd_connect(disk.uri) for disk in disks[:2]]
     refused(disks[2], "127.0.0.1", "limit")
-    contains(daemon.log(), "memory")
+    daemon.says("memory")
     handles[1].shutdown()
     disks[1].terminate()
     wait_until(lambda: try_connect(disks[2].uri), 10, "there is room for the third")
@@ -271,7 +272,7 @@ def test_session_name_in_use_is_refused(stack):
     first = Nbdkit(stack, daemon, "a", session="twin")
     handle = nbd_connect(first.uri)
     refused(Nbdkit(stack, daemon, "b", session="twin", connect_timeout="3s"), "127.0.0.1")
-    contains(daemon.log(), "twin")
+    daemon.says("twin")
     handle.pwrite(b"1", 0)
 
 

@@ -264,6 +264,11 @@ class Daemon(Process):
     def server(self):
         return "tcp:%s:%d" % (self.host, self.port)
 
+    def says(self, *words):
+        """The log, which is written a moment after the fact, comes to contain these words."""
+        wait_until(lambda: all(word.lower() in self.log().lower() for word in words), 3,
+                   "%s in the log: %s" % (words, self.log()[-1500:]))
+
 
 class Nbdkit(Process):
     """nbdkit with our plugin, in the foreground on a Unix socket."""
@@ -302,6 +307,9 @@ class Nbdkit(Process):
             except subprocess.TimeoutExpired:
                 os.kill(self.pid, signal.SIGKILL)
                 self.child.wait()
+            self.expected_dead = True
+        elif "raw_send_socket: Assertion" in self.log():
+            # nbdkit 1.32 itself may stumble over a client that vanishes with requests in flight.
             self.expected_dead = True
         super().end()
 

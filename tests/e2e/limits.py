@@ -16,7 +16,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "hostile"))
 import rawclient  # noqa: E402
 import wire  # noqa: E402
-from harness import (KIB, MIB, RTRSD, SANITIZER, SLOW, Background, Daemon, Nbdkit, Skip, contains, equal, listening, main,  # noqa: E402
+from harness import (KIB, MIB, RTRSD, SANITIZER, SLOW, Background, Daemon, Nbdkit, Skip, equal, listening, main,  # noqa: E402
                      nbd_connect, requires, requires_nbd_module, requires_root, stat_of, true, volume, wait_until)
 
 
@@ -180,7 +180,7 @@ def test_locked_memory_limit_small_as_an_ordinary_user(stack):
         if not daemon.alive():
             daemon.expected_dead = True
             equal(daemon.child.returncode, 71, "exit status; log: " + daemon.log())
-            contains(daemon.log(), "memlock")
+            daemon.says("memlock")
             continue
         for i in range(4):
             handle = nbd_connect(Nbdkit(stack, daemon, "v%d" % i).uri)
@@ -219,14 +219,14 @@ def test_io_uring_forbidden_by_seccomp_is_one_line_with_the_remedy(stack):
         code = daemon.wait(5)
     except AssertionError:
         # A stated fallback would be right as well; then it must work.
-        contains(daemon.log(), "io_uring")
+        daemon.says("io_uring")
         nbd_connect(Nbdkit(stack, daemon, "v1").uri).pwrite(b"x", 0)
         return
     daemon.expected_dead = True
     if code == 126:
         raise Skip("seccomp filters cannot be installed here")
     equal(code, 71, "exit status; log: " + daemon.log())
-    contains(daemon.log(), "io_uring", "seccomp")
+    daemon.says("io_uring", "seccomp")
     lines = [line for line in daemon.log().splitlines() if line.strip()]
     true(len(lines) <= 3, "more than one line:\n" + daemon.log())
 
@@ -248,7 +248,7 @@ def test_kernel_without_newer_io_uring_registration_still_serves(stack):
         if daemon.child.returncode == 126:
             raise Skip("seccomp filters cannot be installed here")
         equal(daemon.child.returncode, 71, "exit status; log: " + daemon.log())
-        contains(daemon.log(), "io_uring")
+        daemon.says("io_uring")
 
 
 def test_few_descriptors_refuse_newcomers_only(stack):
@@ -288,7 +288,7 @@ def test_port_in_use_is_said_with_exit_status_69(stack):
     second = Daemon(stack, [volume("v2", stack.path("w.img"), "8MiB")], port=daemon.port, wait=False)
     equal(second.wait(10), 69, "exit status; log: " + second.log())
     second.expected_dead = True
-    contains(second.log(), str(daemon.port), "in use")
+    second.says(str(daemon.port), "in use")
 
 
 def test_log_stays_short_when_a_client_is_refused_again_and_again(stack):

@@ -4,6 +4,7 @@
 Python server, right and wrong, so that a failure against rtrsd is a finding about rtrsd."""
 
 import os
+import socket
 import sys
 import unittest
 
@@ -196,7 +197,8 @@ class Faults(unittest.TestCase):
         class Server(rawserver.Server):
             def on_heartbeat(self, connection):
                 connection.send_raw(wire.fpdu(wire.terminate_ulpdu(0x11, 2)))
-                raise rawserver.Stop
+                connection.socket.shutdown(socket.SHUT_WR)
+                connection.exactly(1)  # the client answers the FIN
         server = Server()
         with rawclient.Session(("127.0.0.1", server.port), timeout=2) as session:
             session.establish()
