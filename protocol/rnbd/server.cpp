@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// User messages in, block requests out. Everything a message says is checked here against the device it is for
-// and against the data that came with it; what reaches BlockRequest can be trusted.
+// User messages in, block requests out. Everything a message says is checked here against the
+// device it is for and against the data that came with it; what reaches BlockRequest can be
+// trusted.
 #include "protocol/rnbd/server.h"
 
 #include <algorithm>
@@ -58,16 +59,20 @@ uint16_t saturated_block_size(uint32_t bytes) {
 
 std::string_view to_string(AccessMode mode) {
   switch (mode) {
-    case AccessMode::read_only: return "read-only";
-    case AccessMode::read_write: return "read-write";
-    case AccessMode::migration: return "for migration";
+    case AccessMode::read_only:
+      return "read-only";
+    case AccessMode::read_write:
+      return "read-write";
+    case AccessMode::migration:
+      return "for migration";
   }
   return "?";
 }
 
 class ServerSession final : public rtrs::UpperSession {
  public:
-  ServerSession(const rtrs::SessionIdentity& identity, std::unique_ptr<Volumes> volumes, LogSink log)
+  ServerSession(const rtrs::SessionIdentity& identity, std::unique_ptr<Volumes> volumes,
+                LogSink log)
       : label_("session '" + printable(identity.name) + "'"),
         max_io_size_(identity.max_io_size),
         volumes_(std::move(volumes)),
@@ -123,8 +128,8 @@ class ServerSession final : public rtrs::UpperSession {
   }
 
  private:
-  // The answer of an administrative request lies where read data would. All of it is cleared, not only
-  // the structure: the chunk holds what the client, or somebody's disk, left there.
+  // The answer of an administrative request lies where read data would. All of it is cleared, not
+  // only the structure: the chunk holds what the client, or somebody's disk, left there.
   template <typename Response>
   static void put(ServerRequest& request, const Response& response) {
     const auto data = request.data();
@@ -133,7 +138,8 @@ class ServerSession final : public rtrs::UpperSession {
   }
   template <typename Response>
   static bool has_room_for(ServerRequest& request) {
-    return request.is_read() && request.has_descriptor() && request.data().size() >= sizeof(Response);
+    return request.is_read() && request.has_descriptor() &&
+           request.data().size() >= sizeof(Response);
   }
 
   int session_info(ServerRequest& request) {
@@ -153,7 +159,8 @@ class ServerSession final : public rtrs::UpperSession {
     if (!name) return name.error();
     if (!has_room_for<wire::OpenResponse>(request)) return EINVAL;
 
-    // A client that lost sight of its session for a moment opens its devices again and wants the same ones.
+    // A client that lost sight of its session for a moment opens its devices again and wants the
+    // same ones.
     for (const auto& device : devices_) {
       if (!device || device->closing || device->name != *name) continue;
       put(request, open_response(*device));
@@ -164,8 +171,9 @@ class ServerSession final : public rtrs::UpperSession {
 
     const auto free = std::find(devices_.begin(), devices_.end(), nullptr);
     if (free == devices_.end() && devices_.size() >= devices_per_session_max) {
-      refused(*name, EMFILE, std::to_string(devices_.size()) + " devices are open; the limit is " +
-                                 std::to_string(devices_per_session_max));
+      refused(*name, EMFILE,
+              std::to_string(devices_.size()) + " devices are open; the limit is " +
+                  std::to_string(devices_per_session_max));
       return EMFILE;
     }
     auto opened = volumes_->open(*name, mode);
@@ -179,8 +187,9 @@ class ServerSession final : public rtrs::UpperSession {
     device->mode = mode;
     device->open = std::move(*opened);
     put(request, open_response(*device));
-    log_(LogLevel::info, label_ + ": volume '" + printable(*name) + "' opened " + std::string(to_string(mode)) +
-                             " as device " + std::to_string(device->id));
+    log_(LogLevel::info, label_ + ": volume '" + printable(*name) + "' opened " +
+                             std::string(to_string(mode)) + " as device " +
+                             std::to_string(device->id));
     if (free == devices_.end())
       devices_.push_back(std::move(device));
     else
@@ -194,7 +203,8 @@ class ServerSession final : public rtrs::UpperSession {
     response.device_id = device.id;
     response.sector_count = properties.size_bytes / wire::sector_size;
     response.max_hw_sectors = max_io_size_ / wire::sector_size;
-    response.max_write_zeroes_sectors = saturated(properties.write_zeroes_bytes_max / wire::sector_size);
+    response.max_write_zeroes_sectors =
+        saturated(properties.write_zeroes_bytes_max / wire::sector_size);
     response.max_discard_sectors = saturated(properties.discard_bytes_max / wire::sector_size);
     response.discard_granularity = properties.discard_granularity;
     response.discard_alignment = properties.discard_alignment;
@@ -236,7 +246,8 @@ class ServerSession final : public rtrs::UpperSession {
     const auto message = wire::parse_io(request.user());
     if (!message) return request.respond(message.error());
     const uint32_t id = message->device_id;
-    if (id >= devices_.size() || !devices_[id] || devices_[id]->closing) return request.respond(ENOTCONN);
+    if (id >= devices_.size() || !devices_[id] || devices_[id]->closing)
+      return request.respond(ENOTCONN);
     Device& device = *devices_[id];
     if (const int error = check(device, request, *message)) return request.respond(error);
 
@@ -254,7 +265,8 @@ class ServerSession final : public rtrs::UpperSession {
     const bool carries_data = operation.op == RnbdOp::read || operation.op == RnbdOp::write;
     operation.fua = changes && (flags & wire::rnbd_flag_fua) != 0;
     operation.preflush = changes && (flags & wire::rnbd_flag_preflush) != 0;
-    operation.no_unmap = operation.op == RnbdOp::write_zeroes && (flags & wire::rnbd_flag_nounmap) != 0;
+    operation.no_unmap =
+        operation.op == RnbdOp::write_zeroes && (flags & wire::rnbd_flag_nounmap) != 0;
     operation.offset = operation.op == RnbdOp::flush ? 0 : message->sector * wire::sector_size;
     operation.length = message->length;
     operation.data = carries_data ? request.data().data() : nullptr;
@@ -289,7 +301,8 @@ class ServerSession final : public rtrs::UpperSession {
       case RnbdOp::write_zeroes: {
         if (request.is_read() || data_length != 0) return EINVAL;
         if (read_only) return EPERM;
-        const uint64_t most = op == RnbdOp::discard ? properties.discard_bytes_max : properties.write_zeroes_bytes_max;
+        const uint64_t most = op == RnbdOp::discard ? properties.discard_bytes_max
+                                                    : properties.write_zeroes_bytes_max;
         if (most == 0) return EOPNOTSUPP;
         if (length > most) return EINVAL;
         break;
@@ -313,9 +326,10 @@ class ServerSession final : public rtrs::UpperSession {
     // Whoever tries names by the thousand gets his errno but not all of our log.
     constexpr uint32_t logged_max = 1000;
     if (++refusals_ > logged_max) return;
-    log_(LogLevel::warning, label_ + ": open of volume '" + printable(name) + "' refused with errno " +
-                                std::to_string(error) + ": " + reason +
-                                (refusals_ == logged_max ? "; this session's further ones are not logged" : ""));
+    log_(LogLevel::warning,
+         label_ + ": open of volume '" + printable(name) + "' refused with errno " +
+             std::to_string(error) + ": " + reason +
+             (refusals_ == logged_max ? "; this session's further ones are not logged" : ""));
   }
 
   const std::string label_;
@@ -329,12 +343,15 @@ class ServerSession final : public rtrs::UpperSession {
   bool down_ = false;
 };
 
-void Operation::complete(int error) { session_.completed(*this, error); }
+void Operation::complete(int error) {
+  session_.completed(*this, error);
+}
 
 }  // namespace
 
 std::unique_ptr<rtrs::UpperSession> make_server_session(const rtrs::SessionIdentity& identity,
-                                                        std::unique_ptr<Volumes> volumes, LogSink log) {
+                                                        std::unique_ptr<Volumes> volumes,
+                                                        LogSink log) {
   return std::make_unique<ServerSession>(identity, std::move(volumes), std::move(log));
 }
 

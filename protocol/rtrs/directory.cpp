@@ -10,8 +10,8 @@ std::optional<uint32_t> Directory::route(const wire::ConnectRequest& request, in
   const std::lock_guard lock(mutex_);
   if (const auto found = sessions_.find(request.session_uuid); found != sessions_.end())
     return found->second.reactor;
-  // Only somebody who says that he starts from nothing may start: a client that merely adds a path to
-  // a session we lost must learn that it is lost.
+  // Only somebody who says that he starts from nothing may start: a client that merely adds a path
+  // to a session we lost must learn that it is lost.
   if (!request.first_connection()) {
     error = ENXIO;
     return std::nullopt;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Is the peer of a path alive? The same rule at both ends, each end for itself (docs/protocol.md,
-// "Heartbeats"): once per interval a beat is sent unless one is unanswered; any traffic from the peer is a
-// sign of life; too many intervals without one and the path is dead.
+// "Heartbeats"): once per interval a beat is sent unless one is unanswered; any traffic from the
+// peer is a sign of life; too many intervals without one and the path is dead.
 #pragma once
 
 #include <atomic>
@@ -20,8 +20,8 @@ class Heartbeat {
   Heartbeat(const HeartbeatTiming& timing, TimePoint start)
       : timing_(timing), next_(start + timing.interval) {}
 
-  // One thread at a time. Does nothing before next(); at most one step per call however late the call
-  // is, so a host that was suspended does not count the time it slept as silence of the peer.
+  // One thread at a time. Does nothing before next(); at most one step per call however late the
+  // call is, so a host that was suspended does not count the time it slept as silence of the peer.
   Action tick(TimePoint now) {
     if (now < next_) return Action::none;
     next_ += timing_.interval;
@@ -40,7 +40,8 @@ class Heartbeat {
 
   [[nodiscard]] TimePoint next() const { return next_; }
 
-  // Something arrived on a connection of the path. Any thread; costs a load when nothing was missed.
+  // Something arrived on a connection of the path. Any thread; costs a load when nothing was
+  // missed.
   void sign_of_life() {
     if (missed_.load(std::memory_order_relaxed) != 0) missed_.store(0, std::memory_order_relaxed);
   }

@@ -24,15 +24,17 @@ constexpr Duration tick_interval_max = std::chrono::milliseconds(500);  // endpo
 
 class Server::Impl {
  public:
-  Impl(fabric::Fabric& fabric, Directory& directory, uint32_t reactor_index, const ServerLimits& limits,
-       ServerEnvironment& environment, LogSink log)
+  Impl(fabric::Fabric& fabric, Directory& directory, uint32_t reactor_index,
+       const ServerLimits& limits, ServerEnvironment& environment, LogSink log)
       : core_(fabric, directory, reactor_index, limits, environment, std::move(log)) {
     if (limits.queue_depth == 0 || limits.queue_depth > wire::queue_depth_max)
       throw std::invalid_argument("queue depth is not between 1 and 65535");
     if (limits.max_io_size == 0 || limits.max_header_size < wire::header_size_min_for_kernel)
       throw std::invalid_argument("maximal sizes of data and header are too small");
-    if (!wire::geometry_fits(limits.queue_depth, uint64_t{limits.max_io_size} + limits.max_header_size))
-      throw std::invalid_argument("queue depth times maximal IO size is too large for the 28 bits of a request");
+    if (!wire::geometry_fits(limits.queue_depth,
+                             uint64_t{limits.max_io_size} + limits.max_header_size))
+      throw std::invalid_argument(
+          "queue depth times maximal IO size is too large for the 28 bits of a request");
     if (limits.always_invalidate && !core_.capabilities.fresh_rkey)
       throw std::invalid_argument("this fabric cannot renew keys, which always-invalidate needs");
   }
@@ -60,7 +62,8 @@ class Server::Impl {
     if (session) {
       if (session->ending()) return refuse(*request, ECONNRESET, "the session is ending");
       path = session->find_path(parsed->path_uuid);
-      if (const std::string_view wrong = mismatch(*session, path, *parsed, *request); !wrong.empty())
+      if (const std::string_view wrong = mismatch(*session, path, *parsed, *request);
+          !wrong.empty())
         return refuse(*request, wrong == same_addresses ? EEXIST : ECONNRESET, wrong);
     } else if (!parsed->first_connection()) {
       return refuse(*request, ENXIO, "path for a session that does not exist");
@@ -120,7 +123,8 @@ class Server::Impl {
   }
 
   [[nodiscard]] bool idle() const {
-    return std::all_of(sessions_.begin(), sessions_.end(), [](const auto& entry) { return entry.second->finished(); });
+    return std::all_of(sessions_.begin(), sessions_.end(),
+                       [](const auto& entry) { return entry.second->finished(); });
   }
 
   [[nodiscard]] std::vector<SessionStatus> sessions() const {
@@ -131,7 +135,8 @@ class Server::Impl {
   }
 
  private:
-  static constexpr std::string_view same_addresses = "another path of the session runs between the same addresses";
+  static constexpr std::string_view same_addresses =
+      "another path of the session runs between the same addresses";
 
   Session* find(const wire::Uuid& uuid) {
     const auto found = sessions_.find(uuid);
@@ -142,35 +147,45 @@ class Server::Impl {
   std::string_view mismatch(Session& session, Path* path, const wire::ConnectRequest& wanted,
                             const fabric::ConnectRequest& from) {
     if (!path) {
-      if (session.path_count() >= std::min(core_.limits.paths_per_session_max, wire::paths_per_session_max))
+      if (session.path_count() >=
+          std::min(core_.limits.paths_per_session_max, wire::paths_per_session_max))
         return "too many paths in the session";
-      if (session.find_path_between(from.peer_address(), from.local_address())) return same_addresses;
+      if (session.find_path_between(from.peer_address(), from.local_address()))
+        return same_addresses;
       return {};
     }
-    if (path->state() != Path::State::connecting) return "the path is connected already, or closing";
-    if (path->expected_connections() != wanted.cid_num) return "connections of a path disagree about their number";
+    if (path->state() != Path::State::connecting)
+      return "the path is connected already, or closing";
+    if (path->expected_connections() != wanted.cid_num)
+      return "connections of a path disagree about their number";
     if (path->has_connection(wanted.cid)) return "the path has this connection already";
     // Who knows a uuid may join; at least he has to come from where the path came from.
-    if (!path->peer().same_host(from.peer_address()) || !path->local().same_host(from.local_address()))
+    if (!path->peer().same_host(from.peer_address()) ||
+        !path->local().same_host(from.local_address()))
       return "connections of a path run between different addresses";
     return {};
   }
 
-  // The memory is taken here, with the first connection request, because this is the last moment at which RTRS
-  // lets us say no. What strangers can take is bounded by the number of half-open paths.
-  Session* create(const wire::ConnectRequest& wanted, const fabric::ConnectRequest& from, int& error,
-                  std::string& reason) {
+  // The memory is taken here, with the first connection request, because this is the last moment at
+  // which RTRS lets us say no. What strangers can take is bounded by the number of half-open paths.
+  Session* create(const wire::ConnectRequest& wanted, const fabric::ConnectRequest& from,
+                  int& error, std::string& reason) {
     if (!core_.directory.add(wanted.session_uuid, core_.reactor_index)) {
-      error = EUSERS;
-      reason = std::to_string(core_.directory.session_count()) + " sessions exist; the limit is " +
-               std::to_string(core_.limits.sessions_max);
+      const uint32_t count = core_.directory.session_count();
+      // Only two connections at the same moment can have been sent to different reactors.
+      const bool elsewhere = count < core_.limits.sessions_max;
+      error = elsewhere ? EAGAIN : EUSERS;
+      reason = elsewhere ? "the session is being set up by another reactor"
+                         : std::to_string(count) + " sessions exist; the limit is " +
+                               std::to_string(core_.limits.sessions_max);
       return nullptr;
     }
     try {
       auto memory = core_.environment.allocate_chunks(core_.limits.session_bytes(), reason);
       if (memory) {
         auto& session = sessions_[wanted.session_uuid];
-        session = std::make_unique<Session>(core_, wanted.session_uuid, std::move(memory), from.peer_address());
+        session = std::make_unique<Session>(core_, wanted.session_uuid, std::move(memory),
+                                            from.peer_address());
         return session.get();
       }
     } catch (const std::exception& failure) {
@@ -187,8 +202,9 @@ class Server::Impl {
     response.error = static_cast<uint16_t>(-error);
     request.reject(wire::bytes_of(response));
     if (++refusals_ > refusals_logged_per_interval) return;
-    core_.log(LogLevel::warning, "connection request from " + request.peer_address().text() + " refused with errno " +
-                                     std::to_string(error) + ": " + std::string(why));
+    core_.log(LogLevel::warning, "connection request from " + request.peer_address().text() +
+                                     " refused with errno " + std::to_string(error) + ": " +
+                                     std::string(why));
   }
 
   // Frees what is over. No callback of an endpoint or of an upper layer is on the stack.
@@ -205,19 +221,30 @@ class Server::Impl {
   TimePoint refusals_since_{};
 };
 
-Server::Server(fabric::Fabric& fabric, Directory& directory, uint32_t reactor_index, const ServerLimits& limits,
-               ServerEnvironment& environment, LogSink log)
-    : impl_(std::make_unique<Impl>(fabric, directory, reactor_index, limits, environment, std::move(log))) {}
+Server::Server(fabric::Fabric& fabric, Directory& directory, uint32_t reactor_index,
+               const ServerLimits& limits, ServerEnvironment& environment, LogSink log)
+    : impl_(std::make_unique<Impl>(fabric, directory, reactor_index, limits, environment,
+                                   std::move(log))) {}
 
 Server::~Server() = default;
 
 void Server::on_connect_request(std::unique_ptr<fabric::ConnectRequest> request, TimePoint now) {
   impl_->on_connect_request(std::move(request), now);
 }
-void Server::tick(TimePoint now) { impl_->tick(now); }
-Duration Server::tick_interval() const { return impl_->tick_interval(); }
-void Server::shut_down(TimePoint now) { impl_->shut_down(now); }
-bool Server::idle() const { return impl_->idle(); }
-std::vector<Server::SessionStatus> Server::sessions() const { return impl_->sessions(); }
+void Server::tick(TimePoint now) {
+  impl_->tick(now);
+}
+Duration Server::tick_interval() const {
+  return impl_->tick_interval();
+}
+void Server::shut_down(TimePoint now) {
+  impl_->shut_down(now);
+}
+bool Server::idle() const {
+  return impl_->idle();
+}
+std::vector<Server::SessionStatus> Server::sessions() const {
+  return impl_->sessions();
+}
 
 }  // namespace rtrsnbd::rtrs

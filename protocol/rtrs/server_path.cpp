@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A path: its connections arrive one by one (CONNECTING), INFO_REQ makes it CONNECTED, anything out of order
-// closes it (CLOSING), and when its last connection is gone it is CLOSED. It never comes back: a client that
-// reconnects gets a new one.
+// A path: its connections arrive one by one (CONNECTING), INFO_REQ makes it CONNECTED, anything out
+// of order closes it (CLOSING), and when its last connection is gone it is CLOSED. It never comes
+// back: a client that reconnects gets a new one.
 #include <cassert>
 #include <cerrno>
 
@@ -16,37 +16,44 @@ namespace {
 
 enum class ReceiveId : uint64_t { info_request = 1, empty = 2 };
 
-constexpr size_t wire_overhead_max = 64;  // bytes of a message besides its payload, of any transport
+// Bytes of a message besides its payload, on any transport.
+constexpr size_t wire_overhead_max = 64;
 
 }  // namespace
 
 // --- Connection
 
-void Connection::on_completion(const fabric::Completion& completion) { path_.completion(*this, completion); }
+void Connection::on_completion(const fabric::Completion& completion) {
+  path_.completion(*this, completion);
+}
 
 void Connection::on_disconnected(fabric::DisconnectReason reason, std::string_view detail) {
   path_.connection_gone(*this, reason, detail);
 }
 
-// A client has at most queue_depth requests outstanding, so no more answers than that can wait for it, each of
-// at most three messages. More means that it takes nothing and yet asks for more, and memory is not given to
-// that. The endpoint knows bytes, not messages: if what waits is more than the last so many messages can have
-// cost, older ones wait, too.
+// A client has at most queue_depth requests outstanding, so no more answers than that can wait for
+// it, each of at most three messages. More means that it takes nothing and yet asks for more, and
+// memory is not given to that. The endpoint knows bytes, not messages: if what waits is more than
+// the last so many messages can have cost, older ones wait, too.
 bool Connection::post(const SendRequest& request) {
   if (!endpoint_->post_send(request)) return false;
   recent_bytes_ += wire_overhead_max;
-  for (const auto& segment : request.segments) recent_bytes_ += segment.length + segment.length / 64;
+  for (const auto& segment : request.segments)
+    recent_bytes_ += segment.length + segment.length / 64;
   if (++recent_messages_ < 4 * path_.queue_depth() + 64) return true;
   const bool read = endpoint_->unsent_bytes() <= recent_bytes_;
   recent_bytes_ = 0;
   recent_messages_ = 0;
-  if (!read) path_.close(Path::Close::at_once, LogLevel::warning, "the client asks, but does not take the answers");
+  if (!read)
+    path_.close(Path::Close::at_once, LogLevel::warning,
+                "the client asks, but does not take the answers");
   return read;
 }
 
 // --- Coming up
 
-Path::Path(Session& session, const wire::ConnectRequest& request, const fabric::ConnectRequest& from)
+Path::Path(Session& session, const wire::ConnectRequest& request,
+           const fabric::ConnectRequest& from)
     : session_(session),
       core_(session.core()),
       uuid_(request.path_uuid),
@@ -57,7 +64,9 @@ Path::Path(Session& session, const wire::ConnectRequest& request, const fabric::
   ++core_.half_open_paths;
 }
 
-Path::~Path() { assert(state_ == State::closed); }
+Path::~Path() {
+  assert(state_ == State::closed);
+}
 
 void Path::add_connection(const wire::ConnectRequest& request, fabric::ConnectRequest& from) {
   const uint32_t cid = request.cid;
@@ -72,7 +81,8 @@ void Path::add_connection(const wire::ConnectRequest& request, fabric::ConnectRe
   endpoint.set_handler(&added);
   if (cid == 0)
     endpoint.post_receive(static_cast<uint64_t>(ReceiveId::info_request),
-                          reinterpret_cast<std::byte*>(&added.info_memory_), sizeof added.info_memory_);
+                          reinterpret_cast<std::byte*>(&added.info_memory_),
+                          sizeof added.info_memory_);
   core_.environment.attach(endpoint);
 
   wire::ConnectResponse response;
@@ -88,7 +98,8 @@ void Path::info_request(Connection& connection, const fabric::Completion& comple
   if (completion.id != static_cast<uint64_t>(ReceiveId::info_request) || completion.has_immediate ||
       completion.invalidated_rkey != 0)
     return violation("something else than INFO_REQ came first");
-  if (present_ != connections_.size()) return violation("INFO_REQ before all connections are there");
+  if (present_ != connections_.size())
+    return violation("INFO_REQ before all connections are there");
   wire::InfoRequest copy;
   const auto name = wire::parse_info_request(
       wire::bytes_of(connection.info_memory_).first(completion.byte_count), copy);
@@ -112,11 +123,13 @@ void Path::become_connected(std::string_view name) {
     regions_.reserve(limits.queue_depth);
     for (uint32_t id = 0; id < limits.queue_depth; ++id) {
       const auto chunk = session_.chunk(id);
-      regions_.push_back(domain.register_region(chunk.data(), chunk.size(), fabric::Access::remote_write));
+      regions_.push_back(
+          domain.register_region(chunk.data(), chunk.size(), fabric::Access::remote_write));
     }
   } else {
     const auto memory = session_.memory();
-    regions_.push_back(domain.register_region(memory.data(), memory.size(), fabric::Access::remote_write));
+    regions_.push_back(
+        domain.register_region(memory.data(), memory.size(), fabric::Access::remote_write));
   }
 
   for (const auto& connection : connections_)
@@ -148,13 +161,16 @@ void Path::send_info_response() {
     next += sizeof descriptor;
   }
   if (!core_.capabilities.any_local)
-    info_response_local_ = session_.domain().register_local(info_response_.data(), info_response_.size());
-  const fabric::Segment segment{info_response_.data(), info_response_.size(), info_response_local_.get()};
+    info_response_local_ =
+        session_.domain().register_local(info_response_.data(), info_response_.size());
+  const fabric::Segment segment{info_response_.data(), info_response_.size(),
+                                info_response_local_.get()};
   SendRequest send;
   send.kind = SendKind::send;
   send.segments = {&segment, 1};
   Connection& connection = *connections_[0];
-  if (!connection.post(send)) return close(Close::at_once, LogLevel::warning, "INFO_RSP could not be sent");
+  if (!connection.post(send))
+    return close(Close::at_once, LogLevel::warning, "INFO_RSP could not be sent");
   core_.environment.want_flush(*connection.endpoint_);
 }
 
@@ -164,8 +180,8 @@ void Path::completion(Connection& connection, const fabric::Completion& completi
   if (state_ == State::connecting) return info_request(connection, completion);
   if (state_ != State::connected) return;  // the rest of a batch that contained the reason to close
 
-  // After INFO_REQ a client only writes, with immediate. A SEND would eat receives that answers to others
-  // need, and no client has a reason to invalidate our keys.
+  // After INFO_REQ a client only writes, with immediate. A SEND would eat receives that answers to
+  // others need, and no client has a reason to invalidate our keys.
   if (!completion.has_immediate || completion.byte_count != 0 || completion.invalidated_rkey != 0)
     return violation("SEND after INFO_REQ");
   connection.endpoint_->post_empty_receives(static_cast<uint64_t>(ReceiveId::empty), 1);
@@ -187,10 +203,12 @@ void Path::completion(Connection& connection, const fabric::Completion& completi
     case wire::ImmediateType::io_response_invalidated:
       break;
   }
-  // As the kernel does it: not for us, but harmless. One line per path, so that nobody fills our log.
+  // As the kernel does it: not for us, but harmless. One line per path, so that nobody fills our
+  // log.
   if (unknown_immediate_logged_) return;
   unknown_immediate_logged_ = true;
-  core_.log(LogLevel::warning, session_.label() + ": path from " + peer_.text() + ": ignoring immediate of type " +
+  core_.log(LogLevel::warning, session_.label() + ": path from " + peer_.text() +
+                                   ": ignoring immediate of type " +
                                    std::to_string(wire::immediate_type(completion.immediate)));
 }
 
@@ -199,13 +217,14 @@ void Path::request_arrived(Connection& connection, uint32_t immediate) {
   const auto where = wire::IoRequestImmediate::decode(immediate, limits.queue_depth);
   if (where.chunk_id >= limits.queue_depth || where.offset >= limits.chunk_size())
     return violation("request outside the chunks");
-  // Told to stop: what was not begun is not begun, and as we close in a moment the client knows that it
-  // must ask somebody else.
+  // Told to stop: what was not begun is not begun, and as we close in a moment the client knows
+  // that it must ask somebody else.
   if (core_.draining) return;
   // NEW_RKEY mode: from here until the answer nobody writes into this chunk by this path's key.
   if (limits.always_invalidate && !regions_[where.chunk_id]->invalidate())
     return violation("write into a chunk whose request was sent already");
-  if (const char* const wrong = session_.slot(where.chunk_id).arrived(connection, where.offset)) violation(wrong);
+  if (const char* const wrong = session_.slot(where.chunk_id).arrived(connection, where.offset))
+    violation(wrong);
 }
 
 void Path::send_service(uint32_t immediate) {
@@ -213,7 +232,8 @@ void Path::send_service(uint32_t immediate) {
   SendRequest send;
   send.kind = SendKind::write_immediate;  // of no bytes, so address and key do not matter
   send.immediate = immediate;
-  if (!connection.post(send)) return close(Close::at_once, LogLevel::warning, "a heartbeat could not be sent");
+  if (!connection.post(send))
+    return close(Close::at_once, LogLevel::warning, "a heartbeat could not be sent");
   core_.environment.want_flush(*connection.endpoint_);
 }
 
@@ -222,10 +242,12 @@ void Path::tick(TimePoint now) {
     if (connection && !connection->gone_) connection->endpoint_->tick(now);
 
   if (state_ == State::connecting && now - created_ >= core_.limits.handshake_timeout) {
-    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(core_.limits.handshake_timeout);
+    const auto seconds =
+        std::chrono::duration_cast<std::chrono::seconds>(core_.limits.handshake_timeout);
     return close(Close::at_once, LogLevel::warning,
-                 "no INFO_REQ within " + std::to_string(seconds.count()) + " s (" + std::to_string(present_) +
-                     " of " + std::to_string(connections_.size()) + " connections arrived)");
+                 "no INFO_REQ within " + std::to_string(seconds.count()) + " s (" +
+                     std::to_string(present_) + " of " + std::to_string(connections_.size()) +
+                     " connections arrived)");
   }
   if (state_ != State::connected) return;
 
@@ -252,7 +274,8 @@ void Path::close(Close how, LogLevel level, std::string_view why) {
   const bool was_connected = state_ == State::connected;
   if (!was_connected) --core_.half_open_paths;
   state_ = State::closing;
-  core_.log(level, session_.label() + ": path from " + peer_.text() + " closed: " + std::string(why));
+  core_.log(level,
+            session_.label() + ": path from " + peer_.text() + " closed: " + std::string(why));
   session_.path_closing(*this, was_connected);
   for (const auto& connection : connections_) {
     if (!connection || connection->gone_) continue;
@@ -264,16 +287,19 @@ void Path::close(Close how, LogLevel level, std::string_view why) {
   finish_if_quiet();
 }
 
-void Path::connection_gone(Connection& connection, fabric::DisconnectReason reason, std::string_view detail) {
+void Path::connection_gone(Connection& connection, fabric::DisconnectReason reason,
+                           std::string_view detail) {
   assert(!connection.gone_);
   connection.gone_ = true;
   --alive_;
   core_.environment.detach(*connection.endpoint_);
 
   const bool orderly = reason == fabric::DisconnectReason::closed_by_peer;
-  std::string why = "connection " + std::to_string(connection.cid_) + ": " + std::string(to_string(reason));
+  std::string why =
+      "connection " + std::to_string(connection.cid_) + ": " + std::string(to_string(reason));
   if (!detail.empty()) why += " (" + printable(detail) + ")";
-  close(orderly ? Close::orderly : Close::at_once, orderly ? LogLevel::info : LogLevel::warning, why);
+  close(orderly ? Close::orderly : Close::at_once, orderly ? LogLevel::info : LogLevel::warning,
+        why);
   finish_if_quiet();
 }
 

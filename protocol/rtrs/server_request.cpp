@@ -11,12 +11,16 @@ namespace rtrsnbd::rtrs {
 using fabric::SendKind;
 using fabric::SendRequest;
 
-std::span<std::byte> Slot::data() { return session_->chunk(id_).first(content_.header.data_length); }
+std::span<std::byte> Slot::data() {
+  return session_->chunk(id_).first(content_.header.data_length);
+}
 
-int Slot::registered_index() const { return session_->registered_index(); }
+int Slot::registered_index() const {
+  return session_->registered_index();
+}
 
-// The chunk stays writable for the peer (in plain mode it always is): header and user message are each
-// copied once, and the copies are what is checked and used.
+// The chunk stays writable for the peer (in plain mode it always is): header and user message are
+// each copied once, and the copies are what is checked and used.
 bool Slot::read_content(uint32_t offset, RequestContent& content) {
   const auto chunk = session_->chunk(id_);
   const auto header = wire::parse_io_request(chunk, offset, session_->core().limits.max_io_size);
@@ -33,10 +37,10 @@ const char* Slot::arrived(Connection& connection, uint32_t offset) {
     start(connection);
     return nullptr;
   }
-  // A client has one permit per chunk, so on the same path this is a broken client. On another path it is
-  // one that gave up the first path and sends its request again while we still work on the first copy:
-  // if both ran at once, the stale one could reach the disk after the new one, and after whatever the client
-  // writes next to the same place.
+  // A client has one permit per chunk, so on the same path this is a broken client. On another path
+  // it is one that gave up the first path and sends its request again while we still work on the
+  // first copy: if both ran at once, the stale one could reach the disk after the new one, and
+  // after whatever the client writes next to the same place.
   if (connection_ != nullptr && &connection_->path() == &connection.path())
     return "request for a chunk that is in use";
   if (held_) return "third request for a chunk that is in use";
@@ -73,16 +77,19 @@ void Slot::respond(int error) {
   start(*next->connection);
 }
 
-// The chain of work requests of one answer (docs/protocol.md, "Answers"). Each way ends in one message with the
-// response immediate; what comes before it on the same connection has arrived when the client sees it.
+// The chain of work requests of one answer (docs/protocol.md, "Answers"). Each way ends in one
+// message with the response immediate; what comes before it on the same connection has arrived when
+// the client sees it.
 bool Slot::send_response(Connection& connection, int error) {
   const auto& descriptor = content_.header.descriptor;
-  // What is no errno, or does not fit in the nine bits of the wire, would be read as something else.
+  // What is no errno, or does not fit in the nine bits of the wire, would be read as something
+  // else.
   if (error < 0 || error > static_cast<int>(wire::errno_on_wire_max)) error = EIO;
 
   bool posted = true;
   if (error == 0 && content_.header.has_descriptor) {
-    const fabric::Segment segment{session_->chunk(id_).data(), descriptor.length, session_->local_memory()};
+    const fabric::Segment segment{session_->chunk(id_).data(), descriptor.length,
+                                  session_->local_memory()};
     posted = connection.post({.kind = SendKind::write,
                               .rkey = descriptor.key,
                               .remote_address = descriptor.address,
@@ -98,12 +105,13 @@ bool Slot::send_response(Connection& connection, int error) {
   }
 
   SendRequest answer;
-  answer.immediate = wire::IoResponseImmediate{id_, static_cast<uint32_t>(error), invalidate}.encode();
+  answer.immediate =
+      wire::IoResponseImmediate{id_, static_cast<uint32_t>(error), invalidate}.encode();
   wire::RkeyResponse response;
   fabric::Segment segment{wire::bytes_of(response).data(), sizeof response, nullptr};
   if (session_->core().limits.always_invalidate) {
-    // The chunk was closed when the request came in; it opens again under its next key, which the client
-    // learns from this very message.
+    // The chunk was closed when the request came in; it opens again under its next key, which the
+    // client learns from this very message.
     response.buffer_id = static_cast<uint16_t>(id_);
     response.rkey = connection.path().regions_[id_]->renew();
     answer.kind = SendKind::send_immediate;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A session lives from the first connection request of its first path until its last connected path is gone and
-// everything it asked for was executed.
+// A session lives from the first connection request of its first path until its last connected path
+// is gone and everything it asked for was executed.
 #include "protocol/rtrs/server_session.h"
 
 #include <algorithm>
@@ -26,10 +26,13 @@ Session::Session(ServerCore& core, const wire::Uuid& uuid, std::unique_ptr<Chunk
   }
 }
 
-Session::~Session() { assert(finished_); }
+Session::~Session() {
+  assert(finished_);
+}
 
 std::string Session::label() const {
-  return identity_.name.empty() ? "session without a name yet" : "session '" + printable(identity_.name) + "'";
+  return identity_.name.empty() ? "session without a name yet"
+                                : "session '" + printable(identity_.name) + "'";
 }
 
 Path* Session::find_path(const wire::Uuid& uuid) {
@@ -40,7 +43,8 @@ Path* Session::find_path(const wire::Uuid& uuid) {
 
 Path* Session::find_path_between(const fabric::Address& peer, const fabric::Address& local) {
   for (const auto& path : paths_)
-    if (path->state() != Path::State::closed && path->peer().same_host(peer) && path->local().same_host(local))
+    if (path->state() != Path::State::closed && path->peer().same_host(peer) &&
+        path->local().same_host(local))
       return path.get();
   return nullptr;
 }
@@ -58,8 +62,9 @@ bool Session::introduce(std::string_view name, std::string& reason) {
     reason = "comes with another name, '" + printable(name) + "'";
     return false;
   }
-  // A client that was restarted brings its name under a new uuid while its old session may still be executing
-  // writes. Those must not hit the disk after what the new session writes, so the new one has to wait.
+  // A client that was restarted brings its name under a new uuid while its old session may still be
+  // executing writes. Those must not hit the disk after what the new session writes, so the new one
+  // has to wait.
   if (!core_.directory.claim_name(std::string(name), uuid_)) {
     reason = "session name '" + printable(name) + "' is in use by another session";
     return false;
@@ -93,15 +98,18 @@ void Session::path_closing(const Path& path, bool was_connected) {
     for (auto& slot : slots_) slot.path_gone(path);
   }
   if (connected_paths_ != 0) return;
-  // Without a connected path the devices are closed, and a path that is still coming up would find a session without
-  // them; it has to start again. Before the first path was up, the others may go on.
+  // Without a connected path the devices are closed, and a path that is still coming up would find
+  // a session without them; it has to start again. Before the first path was up, the others may go
+  // on.
   const bool others = std::any_of(paths_.begin(), paths_.end(), [](const auto& other) {
     return other->state() == Path::State::connecting;
   });
   if (upper_ || !others) end(Path::Close::at_once, "the last path of the session is gone");
 }
 
-void Session::path_closed() { finish_if_quiet(); }
+void Session::path_closed() {
+  finish_if_quiet();
+}
 
 void Session::end(Path::Close how, std::string_view why) {
   if (ending_) return;
@@ -118,7 +126,8 @@ void Session::finish_if_quiet() {
   if (!down_) {
     down_ = true;
     if (in_flight_ != 0)
-      core_.log(LogLevel::info, label() + " is down with " + std::to_string(in_flight_) + " requests in flight");
+      core_.log(LogLevel::info,
+                label() + " is down with " + std::to_string(in_flight_) + " requests in flight");
     if (upper_) upper_->on_session_down();
   }
   if (in_flight_ != 0 || finished_) return;

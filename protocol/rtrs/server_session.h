@@ -5,8 +5,9 @@
 //                      |-----> Slot, one per chunk
 //                      |-----> UpperSession (RNBD)
 //
-// Nothing of this is destroyed inside a callback of an endpoint or of the upper layer: objects that are over are
-// marked, and Server::Impl::collect() frees them when no such callback is on the stack.
+// Nothing of this is destroyed inside a callback of an endpoint or of the upper layer: objects that
+// are over are marked, and Server::Impl::collect() frees them when no such callback is on the
+// stack.
 #pragma once
 
 #include <array>
@@ -25,7 +26,8 @@ namespace rtrsnbd::rtrs {
 // Longest user message a request may carry; RNBD's longest, OPEN, has 264 bytes.
 inline constexpr size_t user_message_max = 272;
 
-// Answers to heartbeats per tick interval and path. A peer that beats faster is not entitled to more.
+// Answers to heartbeats per tick interval and path. A peer that beats faster is not entitled to
+// more.
 inline constexpr uint32_t heartbeat_acks_per_tick = 16;
 
 class Session;
@@ -34,8 +36,8 @@ class Path;
 // What sessions need of the server around them.
 class ServerCore {
  public:
-  ServerCore(fabric::Fabric& fabric_in, Directory& directory_in, uint32_t reactor, const ServerLimits& limits_in,
-             ServerEnvironment& environment_in, LogSink log_in)
+  ServerCore(fabric::Fabric& fabric_in, Directory& directory_in, uint32_t reactor,
+             const ServerLimits& limits_in, ServerEnvironment& environment_in, LogSink log_in)
       : fabric(fabric_in),
         directory(directory_in),
         reactor_index(reactor),
@@ -67,7 +69,8 @@ class Connection final : public fabric::Handler {
   void on_completion(const fabric::Completion& completion) override;
   void on_disconnected(fabric::DisconnectReason reason, std::string_view detail) override;
 
-  // False: the connection is gone, or goes because its peer takes nothing while more and more is waiting.
+  // False: the connection is gone, or goes because its peer takes nothing while more and more is
+  // waiting.
   bool post(const fabric::SendRequest& request);
 
   [[nodiscard]] Path& path() { return path_; }
@@ -101,14 +104,17 @@ class Path {
 
   void tick(TimePoint now);
   void abandon();
-  void connection_gone(Connection& connection, fabric::DisconnectReason reason, std::string_view detail);
+  void connection_gone(Connection& connection, fabric::DisconnectReason reason,
+                       std::string_view detail);
   void completion(Connection& connection, const fabric::Completion& completion);
 
   [[nodiscard]] State state() const { return state_; }
   [[nodiscard]] const wire::Uuid& uuid() const { return uuid_; }
   [[nodiscard]] const fabric::Address& peer() const { return peer_; }
   [[nodiscard]] const fabric::Address& local() const { return local_; }
-  [[nodiscard]] uint32_t expected_connections() const { return static_cast<uint32_t>(connections_.size()); }
+  [[nodiscard]] uint32_t expected_connections() const {
+    return static_cast<uint32_t>(connections_.size());
+  }
   [[nodiscard]] uint32_t present_connections() const { return present_; }
   [[nodiscard]] bool has_connection(uint32_t cid) const { return connections_[cid] != nullptr; }
   [[nodiscard]] uint32_t queue_depth() const { return core_.limits.queue_depth; }
@@ -158,15 +164,18 @@ class Slot final : public ServerRequest {
   [[nodiscard]] std::span<const std::byte> user() const override {
     return std::span(content_.user).first(content_.header.user_length);
   }
-  [[nodiscard]] bool is_read() const override { return content_.header.type == wire::RtrsType::read; }
+  [[nodiscard]] bool is_read() const override {
+    return content_.header.type == wire::RtrsType::read;
+  }
   [[nodiscard]] bool has_descriptor() const override { return content_.header.has_descriptor; }
   [[nodiscard]] int registered_index() const override;
   void respond(int error) override;
 
-  // A request for this chunk came in, with its header at offset. It is executed at once, or when the one of
-  // another path that uses the chunk is done. Returns what the peer did wrong, or null.
+  // A request for this chunk came in, with its header at offset. It is executed at once, or when
+  // the one of another path that uses the chunk is done. Returns what the peer did wrong, or null.
   [[nodiscard]] const char* arrived(Connection& connection, uint32_t offset);
-  // The path is gone: whatever it asked for is executed to its end, but not answered, or not started.
+  // The path is gone: whatever it asked for is executed to its end, but not answered, or not
+  // started.
   void path_gone(const Path& path);
 
  private:
@@ -212,8 +221,8 @@ class Session {
   [[nodiscard]] size_t path_count() const { return paths_.size(); }
   Path& add_path(const wire::ConnectRequest& request, const fabric::ConnectRequest& from);
 
-  // A path brought its INFO_REQ: gives the session its name and its upper layer, if it is the first. False: the name
-  // is not acceptable, or the upper layer wants none; reason says why.
+  // A path brought its INFO_REQ: gives the session its name and its upper layer, if it is the
+  // first. False: the name is not acceptable, or the upper layer wants none; reason says why.
   bool introduce(std::string_view name, std::string& reason);
   void path_connected() { ++connected_paths_; }
   // A path begins to close: nothing it asked for will be answered.
@@ -225,7 +234,8 @@ class Session {
   void tick(TimePoint now);
   void drain();
   void collect();  // frees closed paths
-  void abandon();  // the server is being destroyed: lets go of everything, calls nobody but the upper layer
+  void abandon();  // the server is being destroyed: lets go of everything, calls nobody but the
+                   // upper layer
 
   // No request may come any more; joining is refused.
   [[nodiscard]] bool ending() const { return ending_; }

@@ -36,7 +36,8 @@ tl::expected<std::string_view, int> parse_open(std::span<const std::byte> user, 
   if (!open) return tl::unexpected(open.error());
   copy = *open;
   const auto end = std::find(copy.device_name.begin(), copy.device_name.end(), '\0');
-  if (end == copy.device_name.end() || end == copy.device_name.begin()) return tl::unexpected(EINVAL);
+  if (end == copy.device_name.end() || end == copy.device_name.begin())
+    return tl::unexpected(EINVAL);
   return std::string_view(copy.device_name.data(),
                           static_cast<size_t>(end - copy.device_name.begin()));
 }

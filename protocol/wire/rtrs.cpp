@@ -11,7 +11,9 @@ namespace rtrsnbd::wire {
 
 namespace {
 
-constexpr uint16_t major_version(uint16_t version) { return version >> 8; }
+constexpr uint16_t major_version(uint16_t version) {
+  return version >> 8;
+}
 
 // The largest header our own client ever puts behind the data: an OPEN with its READ message.
 constexpr uint32_t header_needed = sizeof(Open) + sizeof(ReadMessage) + sizeof(Descriptor);
@@ -23,7 +25,8 @@ tl::expected<ConnectRequest, int> parse_connect_request(std::span<const std::byt
   if (bytes.size() < sizeof(ConnectRequest)) return tl::unexpected(ECONNRESET);
   const auto request = load<ConnectRequest>(bytes.data());
   if (request.magic != rtrs_magic) return tl::unexpected(ECONNRESET);
-  if (major_version(request.version) != major_version(rtrs_version)) return tl::unexpected(ECONNRESET);
+  if (major_version(request.version) != major_version(rtrs_version))
+    return tl::unexpected(ECONNRESET);
   if (request.cid_num > connections_per_path_max) return tl::unexpected(ECONNRESET);
   if (request.cid >= request.cid_num) return tl::unexpected(ECONNRESET);
   return request;
@@ -33,7 +36,8 @@ tl::expected<ConnectResponse, int> parse_connect_response(std::span<const std::b
   if (bytes.size() < sizeof(ConnectResponse)) return tl::unexpected(ECONNRESET);
   const auto response = load<ConnectResponse>(bytes.data());
   if (response.magic != rtrs_magic) return tl::unexpected(ECONNRESET);
-  if (major_version(response.version) != major_version(rtrs_version)) return tl::unexpected(ECONNRESET);
+  if (major_version(response.version) != major_version(rtrs_version))
+    return tl::unexpected(ECONNRESET);
   return response;
 }
 
@@ -51,7 +55,8 @@ bool session_name_allowed(std::string_view name) {
                       [](char c) { return c == '/' || c == '.' || c == '\0'; });
 }
 
-tl::expected<std::string_view, int> parse_info_request(std::span<const std::byte> bytes, InfoRequest& copy) {
+tl::expected<std::string_view, int> parse_info_request(std::span<const std::byte> bytes,
+                                                       InfoRequest& copy) {
   if (bytes.size() != sizeof(InfoRequest)) return tl::unexpected(EINVAL);
   copy = load<InfoRequest>(bytes.data());
   if (copy.type != static_cast<uint16_t>(RtrsType::info_request)) return tl::unexpected(EINVAL);
@@ -70,7 +75,8 @@ bool make_info_request(std::string_view session_name, InfoRequest& request) {
   return true;
 }
 
-int parse_info_response(std::span<const std::byte> bytes, uint32_t chunk_size, std::span<ChunkWindow> chunks) {
+int parse_info_response(std::span<const std::byte> bytes, uint32_t chunk_size,
+                        std::span<ChunkWindow> chunks) {
   if (bytes.size() < sizeof(InfoResponseHeader)) return EPROTO;
   if (bytes.size() > sizeof(InfoResponseHeader) + chunks.size() * sizeof(Descriptor)) return EPROTO;
   const auto header = load<InfoResponseHeader>(bytes.data());
@@ -79,7 +85,8 @@ int parse_info_response(std::span<const std::byte> bytes, uint32_t chunk_size, s
   if (bytes.size() < sizeof(InfoResponseHeader) + count * sizeof(Descriptor)) return EPROTO;
   if (count == 0 || chunks.size() % count != 0) return EPROTO;
   // Stronger than the kernel client, which looks at the count of descriptors instead of chunks.
-  if (chunk_size == 0 || !geometry_fits(static_cast<uint32_t>(chunks.size()), chunk_size)) return EPROTO;
+  if (chunk_size == 0 || !geometry_fits(static_cast<uint32_t>(chunks.size()), chunk_size))
+    return EPROTO;
 
   size_t chunk = 0;
   const std::byte* next = bytes.data() + sizeof(InfoResponseHeader);
@@ -99,12 +106,13 @@ int parse_info_response(std::span<const std::byte> bytes, uint32_t chunk_size, s
 tl::expected<RkeyResponse, int> parse_rkey_response(std::span<const std::byte> bytes) {
   if (bytes.size() < sizeof(RkeyResponse)) return tl::unexpected(EPROTO);
   const auto response = load<RkeyResponse>(bytes.data());
-  if (response.type != static_cast<uint16_t>(RtrsType::rkey_response)) return tl::unexpected(EPROTO);
+  if (response.type != static_cast<uint16_t>(RtrsType::rkey_response))
+    return tl::unexpected(EPROTO);
   return response;
 }
 
-tl::expected<IoRequest, IoRequestError> parse_io_request(std::span<const std::byte> chunk, uint32_t offset,
-                                                         uint32_t max_io_size) {
+tl::expected<IoRequest, IoRequestError> parse_io_request(std::span<const std::byte> chunk,
+                                                         uint32_t offset, uint32_t max_io_size) {
   constexpr auto refused = tl::unexpected(IoRequestError::protocol);
   if (offset >= chunk.size()) return refused;
 
@@ -131,7 +139,8 @@ tl::expected<IoRequest, IoRequestError> parse_io_request(std::span<const std::by
   request.type = RtrsType::read;
   if (there < sizeof(ReadMessage)) return refused;
   const auto read = load<ReadMessage>(copy.data());
-  if (read.descriptor_count == 0) return request;  // nothing to invalidate either, whatever the flag says
+  if (read.descriptor_count == 0)
+    return request;  // nothing to invalidate either, whatever the flag says
   if (read.descriptor_count != 1 || there < copy.size()) return refused;
   request.has_descriptor = true;
   request.need_invalidation = (read.flags & read_flag_need_invalidation) != 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The server, RTRS and RNBD, against clients that do what the input says, beside one that is good. Whatever
-// happens: the good one's data stay right, the bad ones get nothing a server may not send, and in the end everything
-// is given back.
+// The server, RTRS and RNBD, against clients that do what the input says, beside one that is good.
+// Whatever happens: the good one's data stay right, the bad ones get nothing a server may not send,
+// and in the end everything is given back.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -58,8 +58,10 @@ struct World {
       return rnbd::make_server_session(identity, std::make_unique<test::MemoryVolumes>(volumes),
                                        [](LogLevel, std::string_view) {});
     };
-    good = std::make_unique<RawClient>(world, RawClientOptions{.name = "good", .session = 99, .path = 99,
-                                                               .connections = 2, .host = "10.0.0.9"});
+    good = std::make_unique<RawClient>(
+        world,
+        RawClientOptions{
+            .name = "good", .session = 99, .path = 99, .connections = 2, .host = "10.0.0.9"});
     expect(good->connect());
     wire::Open open;
     expect(wire::make_open("good", wire::AccessMode::read_write, open));
@@ -139,13 +141,26 @@ void World::operation(Input& input) {
     case 0: {
       auto request = client.connect_request(cid);
       switch (input.byte() % 8) {
-        case 0: request.cid = input.half(); break;
-        case 1: request.cid_num = input.half(); break;
-        case 2: request.session_uuid = test::make_uuid(input.byte()); break;
-        case 3: request.path_uuid = test::make_uuid(input.byte()); break;
-        case 4: request.flags = input.byte(); break;
-        case 5: request.version = input.half(); break;
-        default: break;
+        case 0:
+          request.cid = input.half();
+          break;
+        case 1:
+          request.cid_num = input.half();
+          break;
+        case 2:
+          request.session_uuid = test::make_uuid(input.byte());
+          break;
+        case 3:
+          request.path_uuid = test::make_uuid(input.byte());
+          break;
+        case 4:
+          request.flags = input.byte();
+          break;
+        case 5:
+          request.version = input.half();
+          break;
+        default:
+          break;
       }
       if (!there) client.open_with(cid, request);
       break;
@@ -186,16 +201,19 @@ void World::operation(Input& input) {
         const uint32_t length = input.byte() * 64U % (world.limits.max_io_size + 1);
         io.length = input.byte() % 8 == 0 ? input.word() : length;
         if (code % 32 / 2 == 6)
-          client.write(cid, id, wire::bytes_of(io), std::vector<std::byte>((io.rw & 0xff) == 1 ? length : 0));
+          client.write(cid, id, wire::bytes_of(io),
+                       std::vector<std::byte>((io.rw & 0xff) == 1 ? length : 0));
         else
-          client.read(cid, id, wire::bytes_of(io), (io.rw & 0xff) == 2 ? 0 : length, input.byte() % 2 == 0);
+          client.read(cid, id, wire::bytes_of(io), (io.rw & 0xff) == 2 ? 0 : length,
+                      input.byte() % 2 == 0);
       }
       break;
     case 8:
       if (there && client.informed) {
         wire::Open open;
         static constexpr const char* names[] = {"a", "b", "good", "c"};
-        (void)wire::make_open(names[input.byte() % 4], static_cast<wire::AccessMode>(input.byte() % 4), open);
+        (void)wire::make_open(names[input.byte() % 4],
+                              static_cast<wire::AccessMode>(input.byte() % 4), open);
         client.read(cid, id, wire::bytes_of(open), 56U + input.byte() % 2 * 100U);
       }
       break;
@@ -207,24 +225,37 @@ void World::operation(Input& input) {
       }
       break;
     case 10:
-      if (there) client.immediate(cid, input.byte() % 2 == 0 ? input.word() : input.word() & 0xf00fffffU);
+      if (there)
+        client.immediate(cid, input.byte() % 2 == 0 ? input.word() : input.word() & 0xf00fffffU);
       break;
     case 11:
       if (there) {
-        static constexpr fabric::SendKind kinds[] = {fabric::SendKind::send, fabric::SendKind::send_immediate,
+        static constexpr fabric::SendKind kinds[] = {fabric::SendKind::send,
+                                                     fabric::SendKind::send_immediate,
                                                      fabric::SendKind::send_invalidate};
         const auto kind = kinds[input.byte() % 3];
-        client.send(cid, kind, input.bytes(kind == fabric::SendKind::send_invalidate ? 0 : input.byte() % 16),
+        client.send(cid, kind,
+                    input.bytes(kind == fabric::SendKind::send_invalidate ? 0 : input.byte() % 16),
                     input.byte() % 2 == 0 ? client.chunks[id].rkey : input.word());
       }
       break;
     case 12:
       if (there) switch (input.byte() % 5) {
-          case 0: client.connections[cid]->endpoint->drop(); break;
-          case 1: client.connections[cid]->endpoint->abort(); break;
-          case 2: client.connections[cid]->endpoint->disconnect(world.now); break;
-          case 3: client.connections[cid]->endpoint->hold(input.byte() % 2 == 0); break;
-          case 4: client.connections[cid]->endpoint->go_silent(); break;
+          case 0:
+            client.connections[cid]->endpoint->drop();
+            break;
+          case 1:
+            client.connections[cid]->endpoint->abort();
+            break;
+          case 2:
+            client.connections[cid]->endpoint->disconnect(world.now);
+            break;
+          case 3:
+            client.connections[cid]->endpoint->hold(input.byte() % 2 == 0);
+            break;
+          case 4:
+            client.connections[cid]->endpoint->go_silent();
+            break;
         }
       break;
     case 13: {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Every parser of RTRS and RNBD messages. What a parser accepts must keep the promises its users rely on.
+// Every parser of RTRS and RNBD messages. What a parser accepts must keep the promises its users
+// rely on.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -24,14 +25,15 @@ void connecting(std::span<const std::byte> bytes) {
     expect(request->cid < request->cid_num);
     expect(request->cid_num <= connections_per_path_max);
   }
-  if (const auto response = parse_connect_response(bytes); response && geometry_acceptable(*response)) {
+  if (const auto response = parse_connect_response(bytes);
+      response && geometry_acceptable(*response)) {
     const uint64_t chunk = uint64_t{response->max_io_size} + response->max_hdr_size;
     expect(response->queue_depth >= 1);
     expect(chunk * response->queue_depth <= uint64_t{1} << 28);
     const uint32_t last = response->queue_depth - 1U;
     const auto end = static_cast<uint32_t>(chunk - 1);
-    const auto back =
-        IoRequestImmediate::decode(IoRequestImmediate{last, end}.encode(response->queue_depth), response->queue_depth);
+    const auto back = IoRequestImmediate::decode(
+        IoRequestImmediate{last, end}.encode(response->queue_depth), response->queue_depth);
     expect(back.chunk_id == last && back.offset == end);
   }
 }
@@ -72,9 +74,11 @@ void rnbd(std::span<const std::byte> bytes) {
   (void)parse_session_info(bytes);
   (void)parse_session_info_response(bytes);
   Open open, again;
-  if (const auto name = parse_open(bytes, open)) expect(make_open(*name, AccessMode::read_only, again));
+  if (const auto name = parse_open(bytes, open))
+    expect(make_open(*name, AccessMode::read_only, again));
   (void)parse_close(bytes);
-  if (const auto message = parse_io(bytes)) expect(bytes.size() >= sizeof(Io) || message->priority == 0);
+  if (const auto message = parse_io(bytes))
+    expect(bytes.size() >= sizeof(Io) || message->priority == 0);
   if (const auto response = parse_open_response(bytes)) {
     expect(response->logical_block_size >= 512 && response->logical_block_size <= 32768);
     expect(response->sector_count <= UINT64_MAX / 512 / 2);
@@ -101,14 +105,25 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size == 0) return 0;
   // In memory of exactly its size, so that reading one byte too much is noticed.
   const auto copy = std::make_unique<std::byte[]>(size - 1);
-  std::transform(data + 1, data + size, copy.get(), [](uint8_t byte) { return static_cast<std::byte>(byte); });
+  std::transform(data + 1, data + size, copy.get(),
+                 [](uint8_t byte) { return static_cast<std::byte>(byte); });
   const std::span<const std::byte> bytes(copy.get(), size - 1);
   switch (data[0] % 5) {
-    case 0: connecting(bytes); break;
-    case 1: info(bytes); break;
-    case 2: io_request(bytes); break;
-    case 3: rnbd(bytes); break;
-    case 4: immediates(bytes); break;
+    case 0:
+      connecting(bytes);
+      break;
+    case 1:
+      info(bytes);
+      break;
+    case 2:
+      io_request(bytes);
+      break;
+    case 3:
+      rnbd(bytes);
+      break;
+    case 4:
+      immediates(bytes);
+      break;
   }
   return 0;
 }

@@ -24,7 +24,8 @@ namespace {
 
 // A key is a slot number and a generation in the low byte, as RDMA cards do it.
 constexpr uint32_t generation_mask = 0xff;
-// Remote addresses are offsets into a made-up space, far apart, so that nobody takes them for pointers.
+// Remote addresses are offsets into a made-up space, far apart, so that nobody takes them for
+// pointers.
 constexpr uint64_t address_distance = uint64_t{1} << 40;
 
 struct Slot {
@@ -62,8 +63,9 @@ struct MemoryDomainState {
   // Null unless the key is the one that is valid now.
   Slot* find(uint32_t key) {
     const uint32_t number = key >> 8;
-    const auto found = std::lower_bound(slots.begin(), slots.end(), number,
-                                        [](const auto& slot, uint32_t n) { return slot.first < n; });
+    const auto found =
+        std::lower_bound(slots.begin(), slots.end(), number,
+                         [](const auto& slot, uint32_t n) { return slot.first < n; });
     if (found == slots.end() || found->first != number) return nullptr;
     Slot& slot = *found->second;
     return slot.valid && slot.key == key ? &slot : nullptr;
@@ -124,10 +126,12 @@ class MemoryRegion final : public fabric::Region {
 
 class MemoryDomain final : public fabric::Domain {
  public:
-  explicit MemoryDomain(std::shared_ptr<MemoryFabric::Core> core) : state_(std::make_shared<MemoryDomainState>()) {
+  explicit MemoryDomain(std::shared_ptr<MemoryFabric::Core> core)
+      : state_(std::make_shared<MemoryDomainState>()) {
     state_->core = std::move(core);
   }
-  std::unique_ptr<fabric::Region> register_region(std::byte* memory, size_t length, fabric::Access) override {
+  std::unique_ptr<fabric::Region> register_region(std::byte* memory, size_t length,
+                                                  fabric::Access) override {
     return std::make_unique<MemoryRegion>(state_, memory, length);
   }
   std::unique_ptr<fabric::LocalMemory> register_local(std::byte*, size_t) override {
@@ -176,7 +180,8 @@ struct MemoryEndpoint::State {
       return sum;
     }
     void read_payload() {
-      for (const Piece& piece : pieces) copy.insert(copy.end(), piece.data, piece.data + piece.length);
+      for (const Piece& piece : pieces)
+        copy.insert(copy.end(), piece.data, piece.data + piece.length);
       pieces.clear();
     }
   };
@@ -231,7 +236,8 @@ bool takes_receive(const Item& item) {
 
 }  // namespace
 
-MemoryEndpoint::MemoryEndpoint(std::shared_ptr<MemoryFabric::Core> core, std::shared_ptr<MemoryDomainState> domain)
+MemoryEndpoint::MemoryEndpoint(std::shared_ptr<MemoryFabric::Core> core,
+                               std::shared_ptr<MemoryDomainState> domain)
     : core_(std::move(core)), state_(std::make_shared<State>()) {
   state_->domain = std::move(domain);
   state_->endpoint = this;
@@ -247,7 +253,8 @@ MemoryEndpoint::~MemoryEndpoint() {
   if (!state_->finished) {
     if (const auto other = state_->peer.lock()) {
       // What this end sent and nobody read yet goes down with it.
-      if (!state_->silent) other->push_final(DisconnectReason::connection_lost, "peer endpoint destroyed");
+      if (!state_->silent)
+        other->push_final(DisconnectReason::connection_lost, "peer endpoint destroyed");
     }
   }
   state_->finished = true;
@@ -263,13 +270,16 @@ void MemoryEndpoint::link(const std::shared_ptr<State>& one, const std::shared_p
   other->peer = one;
 }
 
-void MemoryEndpoint::set_handler(fabric::Handler* handler) { state_->handler = handler; }
+void MemoryEndpoint::set_handler(fabric::Handler* handler) {
+  state_->handler = handler;
+}
 
 void MemoryEndpoint::accept(std::span<const std::byte> private_data) {
   const std::lock_guard lock(core_->mutex);
   if (state_->gone() || state_->silent) return;
   if (const auto other = state_->peer.lock())
-    other->push({.what = State::What::established, .copy = {private_data.begin(), private_data.end()}});
+    other->push(
+        {.what = State::What::established, .copy = {private_data.begin(), private_data.end()}});
 }
 
 void MemoryEndpoint::post_receive(uint64_t id, std::byte* buffer, size_t length) {
@@ -432,7 +442,8 @@ bool MemoryEndpoint::deliver_one(TimePoint) {
   ++state.counters.messages_received;
   state.counters.bytes_received += item.copy.size();
 
-  if ((item.kind == SendKind::write || item.kind == SendKind::write_immediate) && !item.copy.empty()) {
+  if ((item.kind == SendKind::write || item.kind == SendKind::write_immediate) &&
+      !item.copy.empty()) {
     Slot* const slot = state.domain->find(item.rkey);
     if (slot == nullptr) {
       violation("invalid rkey");
@@ -497,7 +508,8 @@ bool MemoryEndpoint::progress(Wait wait, TimePoint now) {
         lock.unlock();
         core_->owner->on_sleep();
         lock.lock();
-        break;  // the test had its chance; if nothing came of it, the caller looks at the world again
+        break;  // the test had its chance; if nothing came of it, the caller looks at the world
+                // again
       }
       core_->changed.wait(lock);
       move_outbox(*state_);
@@ -546,13 +558,18 @@ void MemoryEndpoint::abort() {
   const std::lock_guard lock(core_->mutex);
   if (state_->finished) return;
   const auto other = state_->peer.lock();
-  if (other && !state_->silent) other->push_final(DisconnectReason::connection_lost, "aborted by peer");
+  if (other && !state_->silent)
+    other->push_final(DisconnectReason::connection_lost, "aborted by peer");
   state_->outbox.clear();
   state_->push_final(DisconnectReason::closed_by_us, "aborted");
 }
 
-Address MemoryEndpoint::local_address() const { return state_->local; }
-Address MemoryEndpoint::peer_address() const { return state_->remote; }
+Address MemoryEndpoint::local_address() const {
+  return state_->local;
+}
+Address MemoryEndpoint::peer_address() const {
+  return state_->remote;
+}
 
 fabric::Endpoint::Counters MemoryEndpoint::counters() const {
   const std::lock_guard lock(core_->mutex);
@@ -582,7 +599,8 @@ void MemoryEndpoint::go_silent() {
   // What an end knows already, above all that it is over, stays known.
   const auto lose_messages = [](State& state) {
     state.silent = true;
-    std::erase_if(state.inbox, [](const auto& item) { return item.what != State::What::disconnected; });
+    std::erase_if(state.inbox,
+                  [](const auto& item) { return item.what != State::What::disconnected; });
   };
   lose_messages(*state_);
   if (const auto other = state_->peer.lock()) lose_messages(*other);
@@ -625,9 +643,12 @@ MemoryEndpoint* MemoryEndpoint::peer() const {
 
 class MemoryConnectRequest final : public fabric::ConnectRequest {
  public:
-  MemoryConnectRequest(std::shared_ptr<MemoryFabric::Core> core, std::shared_ptr<MemoryEndpoint::State> active,
+  MemoryConnectRequest(std::shared_ptr<MemoryFabric::Core> core,
+                       std::shared_ptr<MemoryEndpoint::State> active,
                        std::span<const std::byte> private_data)
-      : core_(std::move(core)), active_(std::move(active)), private_data_(private_data.begin(), private_data.end()) {}
+      : core_(std::move(core)),
+        active_(std::move(active)),
+        private_data_(private_data.begin(), private_data.end()) {}
   ~MemoryConnectRequest() override {
     if (answered_) return;
     const std::lock_guard lock(core_->mutex);
@@ -653,7 +674,8 @@ class MemoryConnectRequest final : public fabric::ConnectRequest {
     const std::lock_guard lock(core_->mutex);
     answered_ = true;
     if (!active_->silent)
-      active_->push({.what = MemoryEndpoint::State::What::rejected, .copy = {private_data.begin(), private_data.end()}});
+      active_->push({.what = MemoryEndpoint::State::What::rejected,
+                     .copy = {private_data.begin(), private_data.end()}});
   }
 
  private:
@@ -667,7 +689,8 @@ namespace {
 
 class MemoryListener final : public fabric::Listener {
  public:
-  MemoryListener(std::shared_ptr<MemoryFabric::Core> core, const Address& address) : core_(std::move(core)) {
+  MemoryListener(std::shared_ptr<MemoryFabric::Core> core, const Address& address)
+      : core_(std::move(core)) {
     entry_.address = address;
     entry_.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     const std::lock_guard lock(core_->mutex);
@@ -720,14 +743,18 @@ fabric::Capabilities MemoryFabric::capabilities() const {
           .work_requests_max = 65536};
 }
 
-std::unique_ptr<fabric::Domain> MemoryFabric::make_domain() { return std::make_unique<MemoryDomain>(core_); }
+std::unique_ptr<fabric::Domain> MemoryFabric::make_domain() {
+  return std::make_unique<MemoryDomain>(core_);
+}
 
 std::unique_ptr<fabric::Listener> MemoryFabric::listen(const Address& address) {
   return std::make_unique<MemoryListener>(core_, address);
 }
 
-std::unique_ptr<fabric::Endpoint> MemoryFabric::connect(fabric::Domain& domain, const fabric::ConnectOptions& options,
-                                                        std::span<const std::byte> private_data, TimePoint) {
+std::unique_ptr<fabric::Endpoint> MemoryFabric::connect(fabric::Domain& domain,
+                                                        const fabric::ConnectOptions& options,
+                                                        std::span<const std::byte> private_data,
+                                                        TimePoint) {
   return connect_raw(domain, options, private_data);
 }
 
@@ -741,14 +768,15 @@ std::unique_ptr<MemoryEndpoint> MemoryFabric::connect_raw(fabric::Domain& domain
   const uint16_t port = core_->next_port++;
   state.local = options.source ? *options.source : memory_address("127.0.0.1", port);
   state.remote = options.target;
-  const auto found = std::find_if(core_->listeners.begin(), core_->listeners.end(), [&](const auto* listener) {
-    return listener->address.port() == options.target.port();
-  });
+  const auto found = std::find_if(
+      core_->listeners.begin(), core_->listeners.end(),
+      [&](const auto* listener) { return listener->address.port() == options.target.port(); });
   if (found == core_->listeners.end()) {
     state.push_final(DisconnectReason::refused, "nobody listens");
     return endpoint;
   }
-  (*found)->waiting.push_back(std::make_unique<MemoryConnectRequest>(core_, endpoint->state_, private_data));
+  (*found)->waiting.push_back(
+      std::make_unique<MemoryConnectRequest>(core_, endpoint->state_, private_data));
   signal((*found)->fd);
   core_->changed.notify_all();
   return endpoint;
@@ -792,7 +820,8 @@ Address memory_address(const char* dotted, uint16_t port) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(port);
-  if (inet_pton(AF_INET, dotted, &address.sin_addr) != 1) throw std::invalid_argument("not an IPv4 address");
+  if (inet_pton(AF_INET, dotted, &address.sin_addr) != 1)
+    throw std::invalid_argument("not an IPv4 address");
   return {reinterpret_cast<const sockaddr*>(&address), sizeof address};
 }
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A fabric without a network: endpoints linked by queues inside the process. Keys are real, receives are
-// counted, nothing moves before the test says so, so every order of events can be made by hand or by a
-// seed. Either end may be driven as a raw peer that breaks the rules: post_send checks nothing, the receiving
-// side does.
+// A fabric without a network: endpoints linked by queues inside the process. Keys are real,
+// receives are counted, nothing moves before the test says so, so every order of events can be made
+// by hand or by a seed. Either end may be driven as a raw peer that breaks the rules: post_send
+// checks nothing, the receiving side does.
 //
-// Payloads that were not marked `copy` are read when they are delivered, as a card would, so a sender that
-// reuses or frees its memory too early is found out by the sanitizer or by the data.
+// Payloads that were not marked `copy` are read when they are delivered, as a card would, so a
+// sender that reuses or frees its memory too early is found out by the sanitizer or by the data.
 //
-// Works with one thread that drives everything, and with one thread per end (one lock for the fabric; the
-// handlers are called without it).
+// Works with one thread that drives everything, and with one thread per end (one lock for the
+// fabric; the handlers are called without it).
 #pragma once
 
 #include <condition_variable>
@@ -27,8 +27,8 @@ struct MemoryFabricOptions {
   bool rebind = true;
   bool fresh_rkey = true;
   bool any_local = true;
-  // What a message that finds no receive does: wait, as InfiniBand with endless retries, or cost the
-  // connection, as iWARP.
+  // What a message that finds no receive does: wait, as InfiniBand with endless retries, or cost
+  // the connection, as iWARP.
   enum class NoReceive : uint8_t { waits, breaks } no_receive = NoReceive::breaks;
   // Messages under way to one endpoint before the sender has to wait; 0: no limit.
   uint32_t messages_in_flight_max = 0;
@@ -48,11 +48,14 @@ class MemoryFabric final : public fabric::Fabric {
   [[nodiscard]] fabric::Capabilities capabilities() const override;
   std::unique_ptr<fabric::Domain> make_domain() override;
   std::unique_ptr<fabric::Listener> listen(const fabric::Address& address) override;
-  std::unique_ptr<fabric::Endpoint> connect(fabric::Domain& domain, const fabric::ConnectOptions& options,
-                                            std::span<const std::byte> private_data, TimePoint now) override;
+  std::unique_ptr<fabric::Endpoint> connect(fabric::Domain& domain,
+                                            const fabric::ConnectOptions& options,
+                                            std::span<const std::byte> private_data,
+                                            TimePoint now) override;
 
   // The same as connect, for a test that wants the controls of MemoryEndpoint.
-  std::unique_ptr<MemoryEndpoint> connect_raw(fabric::Domain& domain, const fabric::ConnectOptions& options,
+  std::unique_ptr<MemoryEndpoint> connect_raw(fabric::Domain& domain,
+                                              const fabric::ConnectOptions& options,
                                               std::span<const std::byte> private_data);
 
   // Every endpoint that was made and not destroyed yet, in order of making.
@@ -60,8 +63,8 @@ class MemoryFabric final : public fabric::Fabric {
   // Makes progress on all endpoints until nothing moves. Returns the number of deliveries.
   size_t settle(TimePoint now);
 
-  // Called when an endpoint would have to sleep (Wait::yes): a single-threaded test moves the other end
-  // here. Without it, sleeping is real.
+  // Called when an endpoint would have to sleep (Wait::yes): a single-threaded test moves the other
+  // end here. Without it, sleeping is real.
   std::function<void()> on_sleep;
 
   // Whether Region::invalidate says that a placement is in progress.
@@ -108,20 +111,22 @@ class MemoryEndpoint final : public fabric::Endpoint {
   void hold(bool held);
   // The cable is cut: both ends learn it, in their next progress.
   void drop();
-  // The other end vanished without a word: from now on nothing that is sent here or from here arrives.
+  // The other end vanished without a word: from now on nothing that is sent here or from here
+  // arrives.
   void go_silent();
-  [[nodiscard]] bool closed() const;    // on_disconnected was, or is about to be, called
-  [[nodiscard]] size_t receives() const;  // posted and not consumed
+  [[nodiscard]] bool closed() const;       // on_disconnected was, or is about to be, called
+  [[nodiscard]] size_t receives() const;   // posted and not consumed
   [[nodiscard]] size_t unflushed() const;  // posted and not flushed, or flushed and not taken
   [[nodiscard]] uint64_t flushes() const;
-  [[nodiscard]] uint64_t deliveries() const;  // messages and events so far
+  [[nodiscard]] uint64_t deliveries() const;   // messages and events so far
   [[nodiscard]] MemoryEndpoint* peer() const;  // null when destroyed, or not yet accepted
 
  private:
   friend class MemoryFabric;
   friend class MemoryConnectRequest;
   struct State;
-  MemoryEndpoint(std::shared_ptr<MemoryFabric::Core> core, std::shared_ptr<MemoryDomainState> domain);
+  MemoryEndpoint(std::shared_ptr<MemoryFabric::Core> core,
+                 std::shared_ptr<MemoryDomainState> domain);
   static void link(const std::shared_ptr<State>& one, const std::shared_ptr<State>& other);
   static void move_outbox(State& state);
 

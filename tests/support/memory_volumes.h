@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Volumes in memory for tests of the RNBD server: operations are done at once, or wait until the test lets
-// them be done.
+// Volumes in memory for tests of the RNBD server: operations are done at once, or wait until the
+// test lets them be done.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,8 @@ struct MemoryVolume {
   void execute(rnbd::BlockRequest& request) {
     ++operations;
     // What the server must have checked.
-    assert(request.offset + request.length <= bytes.size() && request.offset + request.length >= request.offset);
+    assert(request.offset + request.length <= bytes.size() &&
+           request.offset + request.length >= request.offset);
     assert(request.offset % properties.logical_block_size == 0);
     assert(request.length % properties.logical_block_size == 0);
     fuas += request.fua;
@@ -48,12 +49,22 @@ struct MemoryVolume {
     if (error == 0) {
       auto* const at = bytes.data() + request.offset;
       switch (request.op) {
-        case wire::RnbdOp::read: std::memcpy(request.data, at, request.length); break;
-        case wire::RnbdOp::write: std::memcpy(at, request.data, request.length); break;
-        case wire::RnbdOp::flush: ++flushes; break;
+        case wire::RnbdOp::read:
+          std::memcpy(request.data, at, request.length);
+          break;
+        case wire::RnbdOp::write:
+          std::memcpy(at, request.data, request.length);
+          break;
+        case wire::RnbdOp::flush:
+          ++flushes;
+          break;
         case wire::RnbdOp::discard:
-        case wire::RnbdOp::write_zeroes: std::memset(at, 0, request.length); break;
-        case wire::RnbdOp::secure_erase: assert(false); break;
+        case wire::RnbdOp::write_zeroes:
+          std::memset(at, 0, request.length);
+          break;
+        case wire::RnbdOp::secure_erase:
+          assert(false);
+          break;
       }
     }
     request.complete(error);
@@ -68,8 +79,8 @@ class MemoryVolumes final : public rnbd::Volumes {
   using Map = std::map<std::string, MemoryVolume, std::less<>>;
   explicit MemoryVolumes(Map& volumes) : volumes_(volumes) {}
 
-  tl::expected<std::unique_ptr<rnbd::OpenDevice>, rnbd::OpenError> open(std::string_view name,
-                                                                        wire::AccessMode mode) override {
+  tl::expected<std::unique_ptr<rnbd::OpenDevice>, rnbd::OpenError> open(
+      std::string_view name, wire::AccessMode mode) override {
     const auto found = volumes_.find(name);
     if (found == volumes_.end()) return tl::unexpected(rnbd::OpenError{ENOENT, "no such volume"});
     if (const int error = found->second.access.acquire(mode))
@@ -86,7 +97,9 @@ class MemoryVolumes final : public rnbd::Volumes {
       ++volume_.closes;
       volume_.access.release(mode_);
     }
-    [[nodiscard]] const rnbd::DeviceProperties& properties() const override { return volume_.properties; }
+    [[nodiscard]] const rnbd::DeviceProperties& properties() const override {
+      return volume_.properties;
+    }
     void submit(rnbd::BlockRequest& request) override {
       if (volume_.hold)
         volume_.waiting.push_back(&request);

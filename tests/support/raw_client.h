@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A client's path made by hand, message by message, so that a test can send what no client would. It knows how to
-// be good (connect, write, read), and checks the server's answers while it is.
+// A client's path made by hand, message by message, so that a test can send what no client would.
+// It knows how to be good (connect, write, read), and checks the server's answers while it is.
 #pragma once
 
 #include <array>
@@ -33,8 +33,12 @@ struct RawConnection final : fabric::Handler {
     const auto parsed = wire::parse_connect_response(bytes);
     rejected = parsed ? parsed->error_number() : -1;
   }
-  void on_completion(const fabric::Completion& completion) override { completions.push_back(completion); }
-  void on_disconnected(fabric::DisconnectReason reason, std::string_view) override { disconnected = reason; }
+  void on_completion(const fabric::Completion& completion) override {
+    completions.push_back(completion);
+  }
+  void on_disconnected(fabric::DisconnectReason reason, std::string_view) override {
+    disconnected = reason;
+  }
 
   [[nodiscard]] bool open() const { return response.has_value() && !disconnected.has_value(); }
 
@@ -43,7 +47,8 @@ struct RawConnection final : fabric::Handler {
   std::optional<fabric::DisconnectReason> disconnected;
   std::deque<fabric::Completion> completions;
   uint32_t invalidated = 0;  // key the server just invalidated; the answer must follow
-  std::vector<std::array<std::byte, sizeof(wire::RkeyResponse)>> receives;  // NEW_RKEY: where answers land
+  std::vector<std::array<std::byte, sizeof(wire::RkeyResponse)>>
+      receives;  // NEW_RKEY: where answers land
   std::unique_ptr<MemoryEndpoint> endpoint;
 };
 
@@ -98,7 +103,9 @@ class RawClient {
   }
 
   void open(uint16_t cid) { open_with(cid, connect_request(cid)); }
-  void open_with(uint16_t cid, const wire::ConnectRequest& request) { open_bytes(cid, wire::bytes_of(request)); }
+  void open_with(uint16_t cid, const wire::ConnectRequest& request) {
+    open_bytes(cid, wire::bytes_of(request));
+  }
   void open_bytes(uint16_t cid, std::span<const std::byte> private_data) {
     if (connections.size() <= cid) connections.resize(cid + size_t{1});
     auto& connection = connections[cid] = std::make_unique<RawConnection>();
@@ -115,7 +122,8 @@ class RawClient {
     send_info_bytes(wire::bytes_of(request), cid);
   }
   void send_info_bytes(std::span<const std::byte> bytes, uint16_t cid = 0) {
-    info.resize(sizeof(wire::InfoResponseHeader) + world.limits.queue_depth * sizeof(wire::Descriptor));
+    info.resize(sizeof(wire::InfoResponseHeader) +
+                world.limits.queue_depth * sizeof(wire::Descriptor));
     if (!connections[cid]) return;
     connections[cid]->endpoint->post_receive(info_id, info.data(), info.size());
     send(cid, fabric::SendKind::send, bytes);
@@ -128,7 +136,8 @@ class RawClient {
     const size_t length = service.completions.front().byte_count;
     service.completions.pop_front();
     chunks.resize(world.limits.queue_depth);
-    if (wire::parse_info_response(std::span(info).first(length), world.limits.chunk_size(), chunks) != 0)
+    if (wire::parse_info_response(std::span(info).first(length), world.limits.chunk_size(),
+                                  chunks) != 0)
       throw std::logic_error("malformed INFO_RSP");
     for (auto& connection : connections) {
       connection->receives.resize(size_t{3} * world.limits.queue_depth + 64);
@@ -138,7 +147,8 @@ class RawClient {
   }
 
   // One request, laid out as the specification wants it: data, user message, RTRS message.
-  void write(uint16_t cid, uint32_t id, std::span<const std::byte> user, std::span<const std::byte> data = {}) {
+  void write(uint16_t cid, uint32_t id, std::span<const std::byte> user,
+             std::span<const std::byte> data = {}) {
     wire::WriteMessage message;
     message.user_length = static_cast<uint16_t>(user.size());
     std::vector<std::byte> bytes(data.begin(), data.end());
@@ -147,13 +157,15 @@ class RawClient {
     post(cid, id, 0, static_cast<uint32_t>(data.size() + user.size()), bytes);
   }
   // length 0: without a descriptor.
-  void read(uint16_t cid, uint32_t id, std::span<const std::byte> user, uint32_t length, bool invalidate = false) {
+  void read(uint16_t cid, uint32_t id, std::span<const std::byte> user, uint32_t length,
+            bool invalidate = false) {
     wire::Descriptor descriptor;
     if (length != 0) {
       read_memory.resize(std::max<size_t>(read_memory.size(), world.limits.queue_depth));
       read_regions.resize(read_memory.size());
       read_memory[id].assign(length, std::byte{0xee});
-      read_regions[id] = domain->register_region(read_memory[id].data(), length, fabric::Access::remote_write);
+      read_regions[id] =
+          domain->register_region(read_memory[id].data(), length, fabric::Access::remote_write);
       descriptor.address = read_regions[id]->remote_address();
       descriptor.key = read_regions[id]->rkey();
       descriptor.length = length;
@@ -174,10 +186,13 @@ class RawClient {
   }
 
   // Writes bytes into the chunk at start and says that the RTRS message is at header.
-  void post(uint16_t cid, uint32_t id, uint32_t start, uint32_t header, std::span<const std::byte> bytes) {
-    write_chunk(cid, id, start, bytes, wire::IoRequestImmediate{id, header}.encode(world.limits.queue_depth));
+  void post(uint16_t cid, uint32_t id, uint32_t start, uint32_t header,
+            std::span<const std::byte> bytes) {
+    write_chunk(cid, id, start, bytes,
+                wire::IoRequestImmediate{id, header}.encode(world.limits.queue_depth));
   }
-  void write_chunk(uint16_t cid, uint32_t id, uint32_t start, std::span<const std::byte> bytes, uint32_t immediate) {
+  void write_chunk(uint16_t cid, uint32_t id, uint32_t start, std::span<const std::byte> bytes,
+                   uint32_t immediate) {
     kept.emplace_back(bytes.begin(), bytes.end());
     const fabric::Segment segment{kept.back().data(), kept.back().size(), local.get()};
     fabric::SendRequest request;
@@ -196,7 +211,8 @@ class RawClient {
     connections[cid]->endpoint->post_send(request);
     connections[cid]->endpoint->flush(fabric::Wait::no);
   }
-  void send(uint16_t cid, fabric::SendKind kind, std::span<const std::byte> bytes, uint32_t value = 0) {
+  void send(uint16_t cid, fabric::SendKind kind, std::span<const std::byte> bytes,
+            uint32_t value = 0) {
     kept.emplace_back(bytes.begin(), bytes.end());
     const fabric::Segment segment{kept.back().data(), kept.back().size(), local.get()};
     fabric::SendRequest request;
@@ -240,15 +256,18 @@ class RawClient {
   }
 
   // Looks at what arrived on one connection; progress() does it by itself.
-  // The rules of the specification for what a server sends are checked here; a break is a bug of the server.
+  // The rules of the specification for what a server sends are checked here; a break is a bug of
+  // the server.
   void digest(uint16_t cid) {
     auto& connection = *connections[cid];
     while (!connection.completions.empty()) {
       const auto completion = connection.completions.front();
       connection.completions.pop_front();
-      const bool late_info = completion.id == info_id;  // a receive for INFO_RSP that caught something else
+      const bool late_info =
+          completion.id == info_id;  // a receive for INFO_RSP that caught something else
       const std::span<const std::byte> memory =
-          late_info ? std::span<const std::byte>(info) : std::span<const std::byte>(connection.receives.at(completion.id));
+          late_info ? std::span<const std::byte>(info)
+                    : std::span<const std::byte>(connection.receives.at(completion.id));
       take(cid, completion, memory.first(completion.byte_count));
       if (!late_info && !connection.disconnected) post_receive(connection, completion.id);
     }
@@ -270,11 +289,12 @@ class RawClient {
   ServerWorld& world;
   RawClientOptions options;
   std::unique_ptr<fabric::Domain> domain;
-  std::unique_ptr<fabric::LocalMemory> local = std::make_unique<fabric::LocalMemory>();  // stands for all of it
+  std::unique_ptr<fabric::LocalMemory> local =
+      std::make_unique<fabric::LocalMemory>();  // stands for all of it
   std::vector<std::byte> info;
   std::vector<wire::ChunkWindow> chunks;
-  bool informed = false;  // INFO_RSP was taken
-  std::deque<std::vector<std::byte>> kept;  // sources of what is under way
+  bool informed = false;                            // INFO_RSP was taken
+  std::deque<std::vector<std::byte>> kept;          // sources of what is under way
   std::vector<std::vector<std::byte>> read_memory;  // by id
   std::vector<std::unique_ptr<fabric::Region>> read_regions;
   std::vector<std::unique_ptr<RawConnection>> connections;
@@ -286,10 +306,12 @@ class RawClient {
     bytes.insert(bytes.end(), more.begin(), more.end());
   }
   void post_receive(RawConnection& connection, size_t index) {
-    connection.endpoint->post_receive(index, connection.receives[index].data(), connection.receives[index].size());
+    connection.endpoint->post_receive(index, connection.receives[index].data(),
+                                      connection.receives[index].size());
   }
 
-  void take(uint16_t cid, const fabric::Completion& completion, std::span<const std::byte> payload) {
+  void take(uint16_t cid, const fabric::Completion& completion,
+            std::span<const std::byte> payload) {
     uint32_t& invalidated = connections[cid]->invalidated;
     if (completion.invalidated_rkey != 0) {
       if (invalidated != 0) throw std::logic_error("two invalidations without an answer");

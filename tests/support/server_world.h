@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A Server over the in-memory fabric, with the reactor played by the test: what is attached makes progress, what
-// asked for it is flushed, and time is a number.
+// A Server over the in-memory fabric, with the reactor played by the test: what is attached makes
+// progress, what asked for it is flushed, and time is a number.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,8 @@ class ServerWorld : public rtrs::ServerEnvironment {
     return limits;
   }
 
-  explicit ServerWorld(const rtrs::ServerLimits& limits_in = small_limits(), const MemoryFabricOptions& options = {})
+  explicit ServerWorld(const rtrs::ServerLimits& limits_in = small_limits(),
+                       const MemoryFabricOptions& options = {})
       : limits(limits_in),
         fabric(options),
         directory(1, limits_in.sessions_max),
@@ -68,18 +69,20 @@ class ServerWorld : public rtrs::ServerEnvironment {
   }
 
   void make_server() {
-    server = std::make_unique<rtrs::Server>(fabric, directory, 0, limits, *this, [this](LogLevel level, std::string_view line) {
-      log.emplace_back(line);
-      if (level <= LogLevel::warning) warnings.emplace_back(line);
-    });
+    server = std::make_unique<rtrs::Server>(fabric, directory, 0, limits, *this,
+                                            [this](LogLevel level, std::string_view line) {
+                                              log.emplace_back(line);
+                                              if (level <= LogLevel::warning)
+                                                warnings.emplace_back(line);
+                                            });
   }
 
   // --- ServerEnvironment
   std::unique_ptr<rtrs::ChunkMemory> allocate_chunks(size_t bytes, std::string& reason) override {
     if (allocation_throws) throw std::bad_alloc();
     if (allocated + bytes > memory_max) {
-      reason = "chunk memory: " + std::to_string(allocated) + " + " + std::to_string(bytes) + " of " +
-               std::to_string(memory_max) + " bytes";
+      reason = "chunk memory: " + std::to_string(allocated) + " + " + std::to_string(bytes) +
+               " of " + std::to_string(memory_max) + " bytes";
       return nullptr;
     }
     return std::make_unique<Chunks>(*this, bytes);
@@ -98,7 +101,8 @@ class ServerWorld : public rtrs::ServerEnvironment {
     std::erase(wanted, &endpoint);
   }
   void want_flush(fabric::Endpoint& endpoint) override {
-    if (!contains(attached, endpoint)) throw std::logic_error("flush of an endpoint that is not attached");
+    if (!contains(attached, endpoint))
+      throw std::logic_error("flush of an endpoint that is not attached");
     if (!contains(wanted, endpoint)) wanted.push_back(&endpoint);
   }
 
@@ -127,13 +131,16 @@ class ServerWorld : public rtrs::ServerEnvironment {
 
   void tick() { server->tick(now); }
 
-  static bool contains(const std::vector<fabric::Endpoint*>& list, const fabric::Endpoint& endpoint) {
+  static bool contains(const std::vector<fabric::Endpoint*>& list,
+                       const fabric::Endpoint& endpoint) {
     return std::find(list.begin(), list.end(), &endpoint) != list.end();
   }
 
   class Chunks final : public rtrs::ChunkMemory {
    public:
-    Chunks(ServerWorld& world, size_t size) : world_(world), bytes_(size) { world_.allocated += size; }
+    Chunks(ServerWorld& world, size_t size) : world_(world), bytes_(size) {
+      world_.allocated += size;
+    }
     ~Chunks() override { world_.allocated -= bytes_.size(); }
     std::span<std::byte> bytes() override { return bytes_; }
     [[nodiscard]] int registered_index() const override { return 7; }
