@@ -100,6 +100,7 @@ class Server::Impl {
 
   void tick(TimePoint now) {
     core_.now = now;
+    core_.refill_log();
     if (now - refusals_since_ >= refusal_interval) {
       if (refusals_ > refusals_logged_per_interval)
         core_.log(LogLevel::warning, std::to_string(refusals_ - refusals_logged_per_interval) +

@@ -10,7 +10,9 @@
 // stack.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -33,6 +35,12 @@ inline constexpr uint32_t heartbeat_acks_per_tick = 16;
 class Session;
 class Path;
 
+// Whoever connects and leaves again in a loop must not fill the operator's disk with lines about
+// it. Enough for every session of a large server to say good-bye at once, little enough in the long
+// run.
+inline constexpr uint32_t log_lines_burst = 1000;
+inline constexpr uint32_t log_lines_per_second = 20;
+
 // What sessions need of the server around them.
 class ServerCore {
  public:
@@ -44,7 +52,29 @@ class ServerCore {
         limits(limits_in),
         environment(environment_in),
         capabilities(fabric_in.capabilities()),
-        log(std::move(log_in)) {}
+        sink_(std::move(log_in)) {}
+
+  void log(LogLevel level, const std::string& line) {
+    if (log_lines_left_ == 0) {
+      ++log_lines_lost_;
+      return;
+    }
+    --log_lines_left_;
+    sink_(level, line);
+  }
+  // Once per tick.
+  void refill_log() {
+    const auto seconds = static_cast<uint64_t>(std::max<int64_t>(
+        0, std::chrono::duration_cast<std::chrono::seconds>(now - log_filled_).count()));
+    if (seconds == 0) return;
+    log_filled_ = now;
+    const uint64_t lines = log_lines_left_ + seconds * log_lines_per_second;
+    log_lines_left_ = static_cast<uint32_t>(std::min<uint64_t>(lines, log_lines_burst));
+    if (log_lines_lost_ == 0) return;
+    sink_(LogLevel::warning, "too much happened at once: " + std::to_string(log_lines_lost_) +
+                                 " lines were not written");
+    log_lines_lost_ = 0;
+  }
 
   fabric::Fabric& fabric;
   Directory& directory;
@@ -52,11 +82,16 @@ class ServerCore {
   const ServerLimits limits;
   ServerEnvironment& environment;
   const fabric::Capabilities capabilities;
-  const LogSink log;
   TimePoint now{};               // of the last event that brought one
   uint32_t half_open_paths = 0;  // CONNECTING
   bool draining = false;         // nothing new is admitted
   bool garbage = false;          // collect() has something to free
+
+ private:
+  const LogSink sink_;
+  uint32_t log_lines_left_ = log_lines_burst;
+  uint64_t log_lines_lost_ = 0;
+  TimePoint log_filled_{};
 };
 
 // One reliable connection of a path.

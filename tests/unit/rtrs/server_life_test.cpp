@@ -277,6 +277,24 @@ TEST_CASE("the server may be destroyed with open connections") {
   CHECK(session.world.directory.session_count() == 0);
 }
 
+TEST_CASE("clients that come and go in a loop do not fill the log, and others are heard again later") {
+  ServerWorld world;
+  const auto come_and_go = [&world](uint64_t i) {
+    RawClient client(world, {.session = i, .path = i});
+    REQUIRE(client.connect());
+    client.connections[0]->endpoint->drop();
+    client.settle();
+  };
+  for (uint64_t i = 0; i < 1000; ++i) come_and_go(i);
+  CHECK(world.log.size() == 1000);
+  world.now += 1s;
+  world.tick();
+  CHECK(world.log.back().find("lines were not written") != std::string::npos);
+  world.log.clear();
+  come_and_go(5000);
+  CHECK(world.log.size() == 4);  // up, connected, closed, ended
+}
+
 // --- Draining
 
 TEST_CASE("shut-down of an idle server closes everything in order") {
