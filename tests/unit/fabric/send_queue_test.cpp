@@ -114,6 +114,34 @@ TEST_CASE(
   CHECK(to_hex(drain(queue)) == expected);
 }
 
+TEST_CASE(
+    "the segments of a write are of nearly equal length, none longer than allowed, all there") {
+  const Bytes data = counting(300000);
+  for (const size_t total : {61440u, 61441u, 65536u, 100000u, 122880u, 122881u, 131072u, 300000u}) {
+    CAPTURE(total);
+    SendQueue queue(false, segment_payload_default);
+    const Segment whole{data.data(), total, nullptr};
+    queue.post(write(whole, 1, 0));
+    const Bytes stream = drain(queue);
+    std::vector<size_t> lengths;
+    size_t offset = 0;
+    for (size_t at = 0; at < stream.size();) {
+      const auto header = wire::load<wire::iwarp::TaggedHeader>(stream.data() + at);
+      CHECK(header.offset == offset);
+      lengths.push_back(header.length - wire::iwarp::tagged_ulpdu_min);
+      offset += lengths.back();
+      at += wire::iwarp::fpdu_size(header.length);
+    }
+    CHECK(offset == total);
+    CHECK(lengths.size() == (total + segment_payload_default - 1) / segment_payload_default);
+    for (const size_t length : lengths) {
+      CHECK(length <= segment_payload_default);
+      CHECK(length <= lengths.front());
+      CHECK(lengths.front() - length < 64 * lengths.size());
+    }
+  }
+}
+
 TEST_CASE("without checksums the trailer is zeros") {
   SendQueue queue(false, segment_payload_default);
   const Segment data = segment("hello");
