@@ -18,6 +18,9 @@ namespace {
 constexpr uint32_t refusals_logged_per_interval = 8;
 constexpr Duration refusal_interval = std::chrono::seconds(1);
 
+// A path comes up within milliseconds on a local network; this long it is not asked to leave.
+constexpr Duration ample_handshake_time = std::chrono::seconds(5);
+
 constexpr Duration tick_interval_max = std::chrono::milliseconds(500);  // endpoints want no less
 
 }  // namespace
@@ -68,10 +71,13 @@ class Server::Impl {
     } else if (!parsed->first_connection()) {
       return refuse(*request, ENXIO, "path for a session that does not exist");
     }
-    if (!path && core_.half_open_paths >= core_.limits.half_open_paths_max)
+    if (!path && core_.half_open_paths >= core_.limits.half_open_paths_max &&
+        !make_room_for(request->peer_address()))
       return refuse(*request, EAGAIN,
                     std::to_string(core_.half_open_paths) + " paths are half open; the limit is " +
                         std::to_string(core_.limits.half_open_paths_max));
+    // Room may have been made by the last other path of this very session.
+    if (session && session->ending()) return refuse(*request, ECONNRESET, "the session is ending");
     if (!session) {
       int error = 0;
       std::string reason;
@@ -165,6 +171,33 @@ class Server::Impl {
         !path->local().same_host(from.local_address()))
       return "connections of a path run between different addresses";
     return {};
+  }
+
+  // All places for half-open paths are taken. Whoever holds most of them gives up the oldest one,
+  // to a host that holds fewer at once, to itself only when its client had ample time for INFO_REQ.
+  // So a flood of one host does not shut out the others, and one that has stopped does not shut out
+  // its own.
+  bool make_room_for(const fabric::Address& newcomer) {
+    std::vector<Path*> half_open;
+    for (const auto& [uuid, session] : sessions_) session->append_half_open(half_open);
+    const auto held_by = [&half_open](const fabric::Address& host) {
+      return std::count_if(half_open.begin(), half_open.end(),
+                           [&host](const Path* path) { return path->peer().same_host(host); });
+    };
+    Path* oldest = nullptr;
+    std::ptrdiff_t most = 0;
+    for (Path* const path : half_open) {
+      const std::ptrdiff_t held = held_by(path->peer());
+      if (held < most || (held == most && oldest && oldest->created() <= path->created())) continue;
+      most = held;
+      oldest = path;
+    }
+    if (!oldest) return false;
+    const bool others_turn = most > held_by(newcomer) + 1;
+    if (!others_turn && core_.now - oldest->created() < ample_handshake_time) return false;
+    oldest->close(Path::Close::at_once, LogLevel::warning,
+                  "no INFO_REQ yet, and others wait for the place");
+    return true;
   }
 
   // The memory is taken here, with the first connection request, because this is the last moment at

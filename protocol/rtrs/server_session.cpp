@@ -49,6 +49,11 @@ Path* Session::find_path_between(const fabric::Address& peer, const fabric::Addr
   return nullptr;
 }
 
+void Session::append_half_open(std::vector<Path*>& list) {
+  for (const auto& path : paths_)
+    if (path->state() == Path::State::connecting) list.push_back(path.get());
+}
+
 Path& Session::add_path(const wire::ConnectRequest& request, const fabric::ConnectRequest& from) {
   return *paths_.emplace_back(std::make_unique<Path>(*this, request, from));
 }

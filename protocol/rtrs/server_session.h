@@ -147,6 +147,7 @@ class Path {
   [[nodiscard]] const wire::Uuid& uuid() const { return uuid_; }
   [[nodiscard]] const fabric::Address& peer() const { return peer_; }
   [[nodiscard]] const fabric::Address& local() const { return local_; }
+  [[nodiscard]] TimePoint created() const { return created_; }
   [[nodiscard]] uint32_t expected_connections() const {
     return static_cast<uint32_t>(connections_.size());
   }
@@ -254,6 +255,7 @@ class Session {
   Path* find_path(const wire::Uuid& uuid);
   Path* find_path_between(const fabric::Address& peer, const fabric::Address& local);
   [[nodiscard]] size_t path_count() const { return paths_.size(); }
+  void append_half_open(std::vector<Path*>& list);
   Path& add_path(const wire::ConnectRequest& request, const fabric::ConnectRequest& from);
 
   // A path brought its INFO_REQ: gives the session its name and its upper layer, if it is the

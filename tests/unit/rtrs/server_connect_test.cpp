@@ -356,6 +356,42 @@ TEST_CASE("half-open-paths-flood: strangers hold a bounded number, time frees th
   CHECK(next.connect());
 }
 
+TEST_CASE("half-open-paths-flood of one host does not shut out another, nor for long its own") {
+  auto limits = ServerWorld::small_limits();
+  limits.half_open_paths_max = 5;
+  ServerWorld world(limits);
+  std::vector<std::unique_ptr<RawClient>> flood;
+  const auto stranger = [&world, &flood](uint64_t i) {
+    auto& client = *flood.emplace_back(
+        std::make_unique<RawClient>(world, RawClientOptions{.session = 1000 + i, .path = 1000 + i}));
+    client.open(0);
+    return outcome(client, 0);
+  };
+  for (uint64_t i = 0; i < 20; ++i) CHECK(stranger(i) == (i < 5 ? 0 : EAGAIN));
+
+  // From elsewhere: at once, at the cost of the flood's oldest.
+  RawClient other(world, {.name = "other", .session = 2, .path = 2, .host = "10.0.7.7"});
+  CHECK(other.connect());
+  flood[0]->settle();
+  CHECK(flood[0]->dead());
+  CHECK(mentions(world.warnings, "others wait for the place"));
+  CHECK(stranger(100) == 0);
+  CHECK(stranger(101) == EAGAIN);
+
+  // From the same host: when the flood's have had time.
+  RawClient early(world, {.name = "early", .session = 3, .path = 3});
+  early.open(0);
+  CHECK(outcome(early, 0) == EAGAIN);
+  other.advance(5s);
+  RawClient late(world, {.name = "late", .session = 4, .path = 4});
+  CHECK(late.connect());
+  for (auto& client : flood) client->settle();
+  other.advance(31s);
+  world.tick();
+  CHECK(world.server->sessions().size() == 2);
+  CHECK(world.allocated == 2 * limits.session_bytes());
+}
+
 TEST_CASE("a half-open path is closed exactly when its time is over, counted from its first request") {
   ServerWorld world;
   RawClient client(world);
