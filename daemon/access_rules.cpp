@@ -25,7 +25,8 @@ std::array<std::byte, 16> mapped(const in_addr& address) {
 
 tl::expected<Network, std::string> Network::parse(std::string_view text) {
   const auto wrong = [&] {
-    return tl::unexpected("'" + std::string(text) + "' is not an address or a network like 192.0.2.0/24");
+    return tl::unexpected("'" + std::string(text) +
+                          "' is not an address or a network like 192.0.2.0/24");
   };
   const size_t slash = text.find('/');
   const std::string host(text.substr(0, slash));
@@ -46,7 +47,8 @@ tl::expected<Network, std::string> Network::parse(std::string_view text) {
   if (slash != std::string_view::npos) {
     const std::string_view length = text.substr(slash + 1);
     const auto [end, error] = std::from_chars(length.data(), length.data() + length.size(), bits);
-    if (error != std::errc() || end != length.data() + length.size() || bits > width) return wrong();
+    if (error != std::errc() || end != length.data() + length.size() || bits > width)
+      return wrong();
   }
   network.bits_ = width == 32 ? v4_prefix_bits + bits : bits;
   return network;
@@ -68,7 +70,8 @@ bool Network::contains(const fabric::Address& address) const {
   return ((bytes[whole] ^ prefix_[whole]) >> (8 - rest)) == std::byte{0};
 }
 
-tl::expected<AccessRules, std::string> AccessRules::make(const std::vector<config::AccessRule>& rules) {
+tl::expected<AccessRules, std::string> AccessRules::make(
+    const std::vector<config::AccessRule>& rules) {
   AccessRules result;
   for (const config::AccessRule& given : rules) {
     Rule rule;
@@ -88,7 +91,9 @@ bool AccessRules::allow(const fabric::Address& peer, const std::string& session_
   if (rules_.empty()) return true;
   for (const Rule& rule : rules_) {
     if (!rule.any_address && !rule.network.contains(peer)) continue;
-    if (!rule.session_pattern.empty() && fnmatch(rule.session_pattern.c_str(), session_name.c_str(), 0) != 0) continue;
+    if (!rule.session_pattern.empty() &&
+        fnmatch(rule.session_pattern.c_str(), session_name.c_str(), 0) != 0)
+      continue;
     return true;
   }
   return false;

@@ -7,9 +7,8 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <vector>
-
 #include <tl/expected.hpp>
+#include <vector>
 
 #include "config/config.h"
 #include "protocol/fabric/address.h"

@@ -31,28 +31,37 @@ constexpr size_t copy_bytes_max = size_t{1} << 20;
 constexpr size_t zero_block_bytes = size_t{256} << 10;
 constexpr uint32_t block_bytes_max = 4096;  // largest logical block served
 
-// A process that was killed is gone before the kernel has taken down its io_uring, which still holds the
-// process's files, with their locks and claims. Its successor waits for that, and no longer.
-constexpr std::chrono::milliseconds takeover_limit{2000};
 constexpr std::chrono::milliseconds takeover_interval{20};
 
 // Repeats attempt while it returns true.
 template <typename Attempt>
-void while_taken_over(Attempt attempt) {
-  const auto end = std::chrono::steady_clock::now() + takeover_limit;
-  while (attempt() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(takeover_interval);
+void while_taken_over(std::chrono::milliseconds takeover_max, Attempt attempt) {
+  const auto end = std::chrono::steady_clock::now() + takeover_max;
+  while (attempt() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(takeover_interval);
+  }
 }
 
 // Zeroes to write where nothing better works; aligned for every direct transfer.
 alignas(4096) std::byte zero_block[zero_block_bytes];
 
-std::string number(uint64_t value) { return std::to_string(value); }
-std::string error_text(int error) { return std::strerror(error); }
+std::string number(uint64_t value) {
+  return std::to_string(value);
+}
+std::string error_text(int error) {
+  return std::strerror(error);
+}
 
-bool unsupported(int error) { return error == EOPNOTSUPP || error == ENOSYS || error == ENOTTY; }
+bool unsupported(int error) {
+  return error == EOPNOTSUPP || error == ENOSYS || error == ENOTTY;
+}
 
-uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
-uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
+uint64_t round_up(uint64_t value, uint64_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+uint64_t round_down(uint64_t value, uint64_t unit) {
+  return value / unit * unit;
+}
 
 std::string parent_of(const std::string& path) {
   const size_t slash = path.find_last_of('/');
@@ -69,12 +78,16 @@ std::string explain_open(const std::string& path, int error, bool read_only) {
              " access: check owner and mode of it and of the directories above (under systemd also "
              "ProtectHome=, ReadWritePaths= and DeviceAllow= of the unit)";
     case EPERM:
-      return text + "; it is immutable, or the unit's DevicePolicy=/DeviceAllow= keeps " + user + " from it";
+      return text + "; it is immutable, or the unit's DevicePolicy=/DeviceAllow= keeps " + user +
+             " from it";
     case EROFS:
-      return text + "; set 'read-only: true', or make the filesystem writable (under systemd: name the "
-                    "directory in ReadWritePaths= of the unit)";
+      return text +
+             "; set 'read-only: true', or make the filesystem writable (under systemd: name the "
+             "directory in ReadWritePaths= of the unit)";
     case EBUSY:
-      return text + "; the device is mounted, part of another device (LVM, RAID, dm), or served by another rtrsd";
+      return text +
+             "; the device is mounted, part of another device (LVM, RAID, dm), or served by "
+             "another rtrsd";
     case ENOENT:
       return text + "; check the path, or give 'size:' to have a regular file created";
     case ETXTBSY:
@@ -85,13 +98,19 @@ std::string explain_open(const std::string& path, int error, bool read_only) {
 }
 
 std::string rule_of_size(const std::string& path, uint64_t size, uint64_t block) {
-  std::string text = path + " has " + number(size) + " bytes, which is no multiple of " + number(block) + "; ";
+  std::string text =
+      path + " has " + number(size) + " bytes, which is no multiple of " + number(block) + "; ";
   if (block == wire::sector_size) {
-    text += "a client counts sectors of 512 bytes and could not reach the tail: extend it with 'truncate -s %512 " +
-            path + "'";
+    text +=
+        "a client counts sectors of 512 bytes and could not reach the tail: extend it with "
+        "'truncate -s %512 " +
+        path + "'";
   } else {
-    text += "that is the logical block of the volume: set 'block-size: 512' if 512 divides it, or extend it with "
-            "'truncate -s %" + number(block) + " " + path + "'";
+    text +=
+        "that is the logical block of the volume: set 'block-size: 512' if 512 divides it, or "
+        "extend it with "
+        "'truncate -s %" +
+        number(block) + " " + path + "'";
   }
   return text;
 }
@@ -105,7 +124,8 @@ bool memory_filesystem(int fd) {
 
 // A number from the queue directory of a block device; of the whole disk if it is a partition.
 uint64_t queue_attribute(dev_t device, const char* name) {
-  const std::string directory = "/sys/dev/block/" + number(major(device)) + ":" + number(minor(device));
+  const std::string directory =
+      "/sys/dev/block/" + number(major(device)) + ":" + number(minor(device));
   for (const char* queue : {"/queue/", "/../queue/"}) {
     uint64_t value = 0;
     if (std::ifstream(directory + queue + name) >> value) return value;
@@ -115,7 +135,9 @@ uint64_t queue_attribute(dev_t device, const char* name) {
 
 uint64_t device_attribute(dev_t device, const char* name) {
   uint64_t value = 0;
-  std::ifstream("/sys/dev/block/" + number(major(device)) + ":" + number(minor(device)) + "/" + name) >> value;
+  std::ifstream("/sys/dev/block/" + number(major(device)) + ":" + number(minor(device)) + "/" +
+                name) >>
+      value;
   return value;
 }
 
@@ -127,7 +149,8 @@ struct DirectAlignment {
 // fd is open with O_DIRECT. Asks the kernel, or where it cannot tell (before 6.1) tries a read.
 DirectAlignment direct_alignment(int fd, uint64_t size) {
   struct statx status {};
-  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN) != 0) {
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 &&
+      (status.stx_mask & STATX_DIOALIGN) != 0) {
     return {status.stx_dio_mem_align, status.stx_dio_offset_align};
   }
   void* memory = nullptr;
@@ -165,11 +188,13 @@ int client_errno(int error) {
   }
 }
 
-Backing::Backing(std::string name, std::string path, LogSink log, SystemCalls& calls)
+Backing::Backing(std::string name, std::string path, LogSink log, SystemCalls& calls,
+                 std::chrono::milliseconds takeover_max)
     : name_(std::move(name)),
       path_(std::move(path)),
       log_(std::move(log)),
       calls_(calls),
+      takeover_max_(takeover_max),
       workers_("rtrsd/" + name_, workers_per_volume_max) {}
 
 Backing::~Backing() {
@@ -177,13 +202,16 @@ Backing::~Backing() {
   if (fd_ >= 0) close(fd_);
 }
 
-tl::expected<std::shared_ptr<Backing>, std::string> Backing::open(const config::Volume& volume, LogSink log,
-                                                                  SystemCalls& calls) {
-  const std::shared_ptr<Backing> backing(new Backing(volume.name, volume.path, std::move(log), calls));
+tl::expected<std::shared_ptr<Backing>, std::string> Backing::open(
+    const config::Volume& volume, LogSink log, SystemCalls& calls,
+    std::chrono::milliseconds takeover_max) {
+  const std::shared_ptr<Backing> backing(
+      new Backing(volume.name, volume.path, std::move(log), calls, takeover_max));
   std::string problem = backing->open_file(volume);
   if (problem.empty()) problem = backing->lock(volume.read_only);
   if (problem.empty()) {
-    problem = backing->block_device_ ? backing->look_at_device(volume) : backing->look_at_file(volume);
+    problem =
+        backing->block_device_ ? backing->look_at_device(volume) : backing->look_at_file(volume);
   }
   if (problem.empty()) problem = backing->check_size(volume);
   if (!problem.empty()) return tl::unexpected(std::move(problem));
@@ -198,8 +226,10 @@ std::optional<BackingIdentity> Backing::identify(const std::string& path) {
   return BackingIdentity{false, status.st_dev, status.st_ino};
 }
 
-std::string already_served(const std::string& path, const std::string& other_name, const std::string& other_path) {
-  return path + " is already served as volume " + other_name + (path == other_path ? "" : " (" + other_path + ")") +
+std::string already_served(const std::string& path, const std::string& other_name,
+                           const std::string& other_path) {
+  return path + " is already served as volume " + other_name +
+         (path == other_path ? "" : " (" + other_path + ")") +
          "; one backing can be in several volumes only if all are 'read-only: true'";
 }
 
@@ -212,12 +242,14 @@ std::string Backing::inspect(const config::Volume& volume) {
     return explain_open(volume.path, errno, volume.read_only);
   }
   if (S_ISBLK(status.st_mode)) return {};
-  if (!S_ISREG(status.st_mode)) return volume.path + " is neither a regular file nor a block device";
+  if (!S_ISREG(status.st_mode))
+    return volume.path + " is neither a regular file nor a block device";
   const auto size = static_cast<uint64_t>(status.st_size);
   if (volume.size != 0 && volume.size != size) {
     return volume.path + " has " + number(size) + " bytes, but 'size:' says " + number(volume.size);
   }
-  if (size == 0) return volume.path + " is empty; give it a size with 'truncate -s SIZE " + volume.path + "'";
+  if (size == 0)
+    return volume.path + " is empty; give it a size with 'truncate -s SIZE " + volume.path + "'";
   if (size % wire::sector_size != 0) return rule_of_size(volume.path, size, wire::sector_size);
   if (volume.block_size != 0 && size % volume.block_size != 0) {
     return rule_of_size(volume.path, size, volume.block_size);
@@ -232,18 +264,22 @@ std::string Backing::open_file(const config::Volume& volume) {
     return explain_open(path_, errno, volume.read_only);
   }
   block_device_ = S_ISBLK(status.st_mode);
-  if (!block_device_ && !S_ISREG(status.st_mode)) return path_ + " is neither a regular file nor a block device";
-  // O_EXCL on a block device claims it: neither a mount nor another claim can have it at the same time.
+  if (!block_device_ && !S_ISREG(status.st_mode))
+    return path_ + " is neither a regular file nor a block device";
+  // O_EXCL on a block device claims it: neither a mount nor another claim can have it at the same
+  // time.
   const int mode = volume.read_only ? O_RDONLY : O_RDWR | (block_device_ ? O_EXCL : 0);
-  while_taken_over([&] {
+  while_taken_over(takeover_max_, [&] {
     fd_ = ::open(path_.c_str(), mode | O_CLOEXEC | O_NONBLOCK);
     return fd_ < 0 && errno == EBUSY;
   });
   if (fd_ < 0) return explain_open(path_, errno, volume.read_only);
   struct stat opened {};
   if (fstat(fd_, &opened) != 0) return explain_open(path_, errno, volume.read_only);
-  if ((opened.st_mode & S_IFMT) != (status.st_mode & S_IFMT)) return path_ + " was replaced while it was opened";
-  // It kept a pipe that came in between from blocking us; io_uring would take it to mean "never wait".
+  if ((opened.st_mode & S_IFMT) != (status.st_mode & S_IFMT))
+    return path_ + " was replaced while it was opened";
+  // It kept a pipe that came in between from blocking us; io_uring would take it to mean "never
+  // wait".
   fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) & ~O_NONBLOCK);
   return {};
 }
@@ -256,12 +292,15 @@ std::string Backing::create_file(const config::Volume& volume) {
     return "cannot create " + path_ + ": " + directory + ": " + error_text(errno);
   }
   if (stat("/dev", &devices) == 0 && parent.st_dev == devices.st_dev) {
-    return path_ + " does not exist, and no regular file is created among the device nodes; check that the device "
-                   "is there";
+    return path_ +
+           " does not exist, and no regular file is created among the device nodes; check that the "
+           "device "
+           "is there";
   }
   const uint64_t block = std::max(volume.block_size, wire::sector_size);
   if (volume.size % block != 0) {
-    return "'size: " + number(volume.size) + "' is no multiple of " + number(block) + ", the logical block";
+    return "'size: " + number(volume.size) + "' is no multiple of " + number(block) +
+           ", the logical block";
   }
   fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (fd_ < 0) {
@@ -278,9 +317,11 @@ std::string Backing::create_file(const config::Volume& volume) {
   if (parent_fd >= 0) close(parent_fd);
   if (error != 0) {
     unlink(path_.c_str());
-    return "cannot create " + path_ + " with " + number(volume.size) + " bytes: " + error_text(error);
+    return "cannot create " + path_ + " with " + number(volume.size) +
+           " bytes: " + error_text(error);
   }
-  log_(LogLevel::notice, "volume " + name_ + ": created " + path_ + " with " + number(volume.size) + " bytes");
+  log_(LogLevel::notice,
+       "volume " + name_ + ": created " + path_ + " with " + number(volume.size) + " bytes");
   return {};
 }
 
@@ -291,7 +332,7 @@ std::string Backing::lock(bool read_only) {
   whole.l_type = static_cast<short>(read_only ? F_RDLCK : F_WRLCK);
   whole.l_whence = SEEK_SET;
   int error = 0;
-  while_taken_over([&] {
+  while_taken_over(takeover_max_, [&] {
     error = fcntl(fd_, F_OFD_SETLK, &whole) == 0 ? 0 : errno;
     return error == EAGAIN || error == EACCES;
   });
@@ -300,7 +341,8 @@ std::string Backing::lock(bool read_only) {
     return path_ + " is in use: another process (another rtrsd, or qemu) holds a lock on it" +
            (read_only ? " for writing" : "");
   }
-  return "cannot lock " + path_ + ": " + error_text(error) + "; the filesystem has to support fcntl locks";
+  return "cannot lock " + path_ + ": " + error_text(error) +
+         "; the filesystem has to support fcntl locks";
 }
 
 std::string Backing::choose_transfer(const config::Volume& volume) {
@@ -310,17 +352,20 @@ std::string Backing::choose_transfer(const config::Volume& volume) {
   if (volume.direct == config::Direct::off) return {};
   const int flags = fcntl(fd_, F_GETFL);
   DirectAlignment alignment{};
-  if (fcntl(fd_, F_SETFL, flags | O_DIRECT) == 0) alignment = direct_alignment(fd_, properties_.size_bytes);
+  if (fcntl(fd_, F_SETFL, flags | O_DIRECT) == 0)
+    alignment = direct_alignment(fd_, properties_.size_bytes);
   std::string why;
   const uint32_t block = std::max(alignment.offset, wire::sector_size);
-  if (alignment.offset == 0 || alignment.memory > block_bytes_max || alignment.offset > block_bytes_max) {
+  if (alignment.offset == 0 || alignment.memory > block_bytes_max ||
+      alignment.offset > block_bytes_max) {
     why = "as " + path_ + " cannot do direct IO";
   } else if (volume.block_size != 0 && volume.block_size < block) {
-    why = "as direct IO on " + path_ + " needs blocks of " + number(block) + " bytes and 'block-size:' is " +
-          number(volume.block_size);
+    why = "as direct IO on " + path_ + " needs blocks of " + number(block) +
+          " bytes and 'block-size:' is " + number(volume.block_size);
   } else if (properties_.size_bytes % block != 0) {
-    why = "as direct IO on " + path_ + " needs blocks of " + number(block) + " bytes and its size, " +
-          number(properties_.size_bytes) + " bytes, is no multiple of that";
+    why = "as direct IO on " + path_ + " needs blocks of " + number(block) +
+          " bytes and its size, " + number(properties_.size_bytes) +
+          " bytes, is no multiple of that";
   }
   if (why.empty()) {
     transfer_ = Transfer::direct;
@@ -330,7 +375,8 @@ std::string Backing::choose_transfer(const config::Volume& volume) {
   }
   fcntl(fd_, F_SETFL, flags & ~O_DIRECT);
   if (volume.direct == config::Direct::on) {
-    return "'direct: on' is not possible, " + why + "; set 'direct: auto' to go through the page cache";
+    return "'direct: on' is not possible, " + why +
+           "; set 'direct: auto' to go through the page cache";
   }
   say(why);
   return {};
@@ -343,7 +389,8 @@ std::string Backing::look_at_file(const config::Volume& volume) {
   const auto size = static_cast<uint64_t>(status.st_size);
   if (volume.size != 0 && volume.size != size) {
     return path_ + " has " + number(size) + " bytes, but 'size:' says " + number(volume.size) +
-           "; rtrsd neither grows nor shrinks a file that exists: correct 'size:', resize the file with truncate, or "
+           "; rtrsd neither grows nor shrinks a file that exists: correct 'size:', resize the file "
+           "with truncate, or "
            "remove it if it holds nothing";
   }
   if (size == 0) return path_ + " is empty; give it a size with 'truncate -s SIZE " + path_ + "'";
@@ -353,13 +400,15 @@ std::string Backing::look_at_file(const config::Volume& volume) {
   if (memory_filesystem(fd_)) {
     transfer_ = Transfer::memory;
     if (volume.direct == config::Direct::on) {
-      return "'direct: on' is not possible, as " + path_ + " is in memory (tmpfs); set 'direct: auto'";
+      return "'direct: on' is not possible, as " + path_ +
+             " is in memory (tmpfs); set 'direct: auto'";
     }
   } else {
     const std::string problem = choose_transfer(volume);
     if (!problem.empty()) return problem;
   }
-  const uint32_t direct_block = transfer_ == Transfer::direct ? std::max(offset_alignment_, wire::sector_size) : 0;
+  const uint32_t direct_block =
+      transfer_ == Transfer::direct ? std::max(offset_alignment_, wire::sector_size) : 0;
   properties_.logical_block_size =
       volume.block_size != 0 ? volume.block_size : std::max(direct_block, wire::sector_size);
   const auto filesystem_block =
@@ -374,8 +423,8 @@ std::string Backing::look_at_device(const config::Volume& volume) {
   uint64_t size = 0;
   int logical = 0;
   unsigned physical = 0;
-  if (fstat(fd_, &status) != 0 || ioctl(fd_, BLKGETSIZE64, &size) != 0 || ioctl(fd_, BLKSSZGET, &logical) != 0 ||
-      ioctl(fd_, BLKPBSZGET, &physical) != 0) {
+  if (fstat(fd_, &status) != 0 || ioctl(fd_, BLKGETSIZE64, &size) != 0 ||
+      ioctl(fd_, BLKSSZGET, &logical) != 0 || ioctl(fd_, BLKPBSZGET, &physical) != 0) {
     return "cannot read the geometry of " + path_ + ": " + error_text(errno);
   }
   identity_ = {true, status.st_rdev, 0};
@@ -387,18 +436,19 @@ std::string Backing::look_at_device(const config::Volume& volume) {
   properties_.size_bytes = size;
   device_block_ = static_cast<uint32_t>(logical);
   if (device_block_ > block_bytes_max) {
-    return path_ + " has logical blocks of " + number(device_block_) + " bytes; at most " + number(block_bytes_max) +
-           " are supported";
+    return path_ + " has logical blocks of " + number(device_block_) + " bytes; at most " +
+           number(block_bytes_max) + " are supported";
   }
   const std::string problem = choose_transfer(volume);
   if (!problem.empty()) return problem;
   properties_.logical_block_size =
       volume.block_size != 0 ? volume.block_size : std::max(device_block_, wire::sector_size);
-  properties_.physical_block_size =
-      std::clamp(physical, properties_.logical_block_size, std::max(properties_.logical_block_size, 32768U));
-  properties_.discard_granularity =
-      static_cast<uint32_t>(std::min<uint64_t>(queue_attribute(status.st_rdev, "discard_granularity"), 1U << 31));
-  properties_.discard_alignment = static_cast<uint32_t>(device_attribute(status.st_rdev, "discard_alignment"));
+  properties_.physical_block_size = std::clamp(physical, properties_.logical_block_size,
+                                               std::max(properties_.logical_block_size, 32768U));
+  properties_.discard_granularity = static_cast<uint32_t>(
+      std::min<uint64_t>(queue_attribute(status.st_rdev, "discard_granularity"), 1U << 31));
+  properties_.discard_alignment =
+      static_cast<uint32_t>(device_attribute(status.st_rdev, "discard_alignment"));
   return {};
 }
 
@@ -414,7 +464,8 @@ std::string Backing::check_size(const config::Volume& volume) {
   }
   const std::string again = "/proc/self/fd/" + number(static_cast<uint64_t>(fd_));
   sync_fd_ = ::open(again.c_str(), (volume.read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC);
-  if (sync_fd_ < 0) return "cannot open " + path_ + " a second time through /proc/self/fd: " + error_text(errno);
+  if (sync_fd_ < 0)
+    return "cannot open " + path_ + " a second time through /proc/self/fd: " + error_text(errno);
   return {};
 }
 
@@ -429,12 +480,14 @@ void Backing::probe_capabilities() {
   bool fast_zeroes = false;
   if (block_device_) {
     const auto device = static_cast<dev_t>(identity_.device);
-    if (queue_attribute(device, "discard_max_bytes") != 0) properties_.discard_bytes_max = everything;
+    if (queue_attribute(device, "discard_max_bytes") != 0)
+      properties_.discard_bytes_max = everything;
     fast_zeroes = queue_attribute(device, "write_zeroes_max_bytes") != 0;
   } else {
     // A hole behind the end changes nothing that is stored, and tells whether holes can be made.
     const uint64_t behind = round_up(properties_.size_bytes, block_bytes_max);
-    if (calls_.fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, behind, block_bytes_max) == 0) {
+    if (calls_.fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, behind,
+                         block_bytes_max) == 0) {
       properties_.discard_bytes_max = everything;
       fast_zeroes = true;
     } else {
@@ -450,18 +503,22 @@ void Backing::probe_capabilities() {
 }
 
 std::string Backing::description() const {
-  const char* way = transfer_ == Transfer::memory ? "in memory" : transfer_ == Transfer::direct ? "direct IO"
-                                                                                               : "page cache";
-  return path_ + ", " + (block_device_ ? "block device" : "file") + " of " + number(properties_.size_bytes) +
-         " bytes, blocks of " + number(properties_.logical_block_size) + ", " + way +
-         (properties_.read_only ? ", read-only" : "") + (properties_.discard_bytes_max == 0 ? ", no discard" : "");
+  const char* way = transfer_ == Transfer::memory   ? "in memory"
+                    : transfer_ == Transfer::direct ? "direct IO"
+                                                    : "page cache";
+  return path_ + ", " + (block_device_ ? "block device" : "file") + " of " +
+         number(properties_.size_bytes) + " bytes, blocks of " +
+         number(properties_.logical_block_size) + ", " + way +
+         (properties_.read_only ? ", read-only" : "") +
+         (properties_.discard_bytes_max == 0 ? ", no discard" : "");
 }
 
 void Backing::fail(const char* what, int error) {
   if (failed_.exchange(true, std::memory_order_acq_rel)) return;
-  log_(LogLevel::error, "volume " + name_ + ": FAILED: " + what + " of " + path_ + ": " + error_text(error) +
-                            "; writes that were acknowledged before may be lost. Writes and flushes get EIO until "
-                            "rtrsd is restarted: check the disk, then the data, first");
+  log_(LogLevel::error,
+       "volume " + name_ + ": FAILED: " + what + " of " + path_ + ": " + error_text(error) +
+           "; writes that were acknowledged before may be lost. Writes and flushes get EIO until "
+           "rtrsd is restarted: check the disk, then the data, first");
 }
 
 int Backing::flush() {
@@ -495,10 +552,12 @@ int Backing::flush() {
 }
 
 int Backing::discard(uint64_t offset, uint64_t length) {
-  if (!discards_.load(std::memory_order_relaxed)) return properties_.discard_bytes_max == 0 ? EOPNOTSUPP : 0;
+  if (!discards_.load(std::memory_order_relaxed))
+    return properties_.discard_bytes_max == 0 ? EOPNOTSUPP : 0;
   int result = 0;
   if (block_device_) {
-    // Only whole blocks of the device can be given back; a discard may do less than it was asked for.
+    // Only whole blocks of the device can be given back; a discard may do less than it was asked
+    // for.
     const uint64_t begin = round_up(offset, device_block_);
     const uint64_t end = round_down(offset + length, device_block_);
     if (begin >= end) return 0;
@@ -509,10 +568,12 @@ int Backing::discard(uint64_t offset, uint64_t length) {
   if (result == 0) return 0;
   const int error = errno;
   if (!unsupported(error)) return error;
-  // It was advertised, so a filesystem relies on it not failing; doing nothing is a correct discard.
+  // It was advertised, so a filesystem relies on it not failing; doing nothing is a correct
+  // discard.
   discards_.store(false, std::memory_order_relaxed);
-  log_(LogLevel::warning, "volume " + name_ + ": " + path_ + " does not support discard after all: " +
-                              error_text(error) + "; discards do nothing from now on");
+  log_(LogLevel::warning, "volume " + name_ + ": " + path_ +
+                              " does not support discard after all: " + error_text(error) +
+                              "; discards do nothing from now on");
   return 0;
 }
 
@@ -529,12 +590,14 @@ int Backing::write_zeroes(uint64_t offset, uint64_t length, bool no_unmap) {
 
 int Backing::zero_file(uint64_t offset, uint64_t length, bool no_unmap) {
   if (!no_unmap && punch_holes_.load(std::memory_order_relaxed)) {
-    if (calls_.fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, length) == 0) return 0;
+    if (calls_.fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, length) == 0)
+      return 0;
     if (!unsupported(errno)) return errno;
     punch_holes_.store(false, std::memory_order_relaxed);
   }
   if (zero_ranges_.load(std::memory_order_relaxed)) {
-    if (calls_.fallocate(fd_, FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE, offset, length) == 0) return 0;
+    if (calls_.fallocate(fd_, FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE, offset, length) == 0)
+      return 0;
     if (!unsupported(errno)) return errno;
     zero_ranges_.store(false, std::memory_order_relaxed);
   }
@@ -544,7 +607,8 @@ int Backing::zero_file(uint64_t offset, uint64_t length, bool no_unmap) {
 int Backing::zero_device(uint64_t offset, uint64_t length, bool no_unmap) {
   // On a block device a hole is a write-zeroes command that may deallocate, or nothing.
   if (!no_unmap && punch_holes_.load(std::memory_order_relaxed)) {
-    if (calls_.fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, length) == 0) return 0;
+    if (calls_.fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, length) == 0)
+      return 0;
     if (!unsupported(errno)) return errno;
     punch_holes_.store(false, std::memory_order_relaxed);
   }
@@ -560,14 +624,16 @@ int Backing::zero_by_writing(uint64_t offset, uint64_t length) {
   while (length > 0) {
     const uint64_t piece = std::min<uint64_t>(length, zero_block_bytes);
     uint64_t done = 0;
-    if (const int error = transfer_now(true, zero_block, offset, piece, done, 0); error != 0) return error;
+    if (const int error = transfer_now(true, zero_block, offset, piece, done, 0); error != 0)
+      return error;
     offset += piece;
     length -= piece;
   }
   return 0;
 }
 
-int Backing::transfer_now(bool write, std::byte* data, uint64_t offset, uint64_t length, uint64_t& done, int flags) {
+int Backing::transfer_now(bool write, std::byte* data, uint64_t offset, uint64_t length,
+                          uint64_t& done, int flags) {
   while (done < length) {
     const iovec piece{data + done, length - done};
     const ssize_t count = write ? calls_.pwritev2(fd_, piece, offset + done, flags)
@@ -578,14 +644,17 @@ int Backing::transfer_now(bool write, std::byte* data, uint64_t offset, uint64_t
     }
     const auto moved = static_cast<uint64_t>(count);
     // A direct transfer that stopped inside a block is repeated from the block's start.
-    const uint64_t usable = transfer_ == Transfer::direct ? round_down(moved, offset_alignment_) : moved;
-    if (usable == 0) return EIO;  // the end of a file that somebody cut, or a device that takes nothing
+    const uint64_t usable =
+        transfer_ == Transfer::direct ? round_down(moved, offset_alignment_) : moved;
+    if (usable == 0)
+      return EIO;  // the end of a file that somebody cut, or a device that takes nothing
     done += usable;
   }
   return 0;
 }
 
-int Backing::transfer_by_copy(bool write, std::byte* data, uint64_t offset, uint64_t length, int flags) {
+int Backing::transfer_by_copy(bool write, std::byte* data, uint64_t offset, uint64_t length,
+                              int flags) {
   void* memory = nullptr;
   const size_t copy_bytes = std::min<size_t>(length, copy_bytes_max);
   if (posix_memalign(&memory, block_bytes_max, copy_bytes) != 0) return ENOMEM;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The file or block device under one volume: opened and locked once per daemon, shared by all reactors.
-// Everything here may be called from any thread. Functions that may sleep say so; they belong on the
-// volume's workers.
+// The file or block device under one volume: opened and locked once per daemon, shared by all
+// reactors. Everything here may be called from any thread. Functions that may sleep say so; they
+// belong on the volume's workers.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +13,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-
 #include <tl/expected.hpp>
 
 #include "config/config.h"
@@ -36,7 +36,13 @@ inline constexpr uint64_t range_bytes_max = uint64_t{1} << 32;
 // Where zeroes have to be written out one by one, a command may not take for ever.
 inline constexpr uint64_t slow_zeroes_bytes_max = uint64_t{16} << 20;
 
-// The file system object behind an open file: a file reached by two names is one, and so is a device.
+// A process that was killed is gone before the kernel has taken down its io_uring, which still
+// holds the process's files, with their locks and claims. Its successor waits for that, and no
+// longer.
+inline constexpr std::chrono::milliseconds default_takeover_max{2000};
+
+// The file system object behind an open file: a file reached by two names is one, and so is a
+// device.
 struct BackingIdentity {
   bool block_device = false;
   uint64_t device = 0;
@@ -46,10 +52,11 @@ struct BackingIdentity {
 
 class Backing {
  public:
-  // Opens, creates (size: on a missing file), checks and locks. The error is what to tell the operator:
-  // path, reason, remedy. May sleep.
-  static tl::expected<std::shared_ptr<Backing>, std::string> open(const config::Volume& volume, LogSink log,
-                                                                  SystemCalls& calls = kernel());
+  // Opens, creates (size: on a missing file), checks and locks. The error is what to tell the
+  // operator: path, reason, remedy. May sleep.
+  static tl::expected<std::shared_ptr<Backing>, std::string> open(
+      const config::Volume& volume, LogSink log, SystemCalls& calls = kernel(),
+      std::chrono::milliseconds takeover_max = default_takeover_max);
   // The checks that need neither lock nor creation, for --check-config. Empty: nothing found.
   static std::string inspect(const config::Volume& volume);
 
@@ -74,8 +81,8 @@ class Backing {
   [[nodiscard]] WorkerPool& workers() { return workers_; }
   [[nodiscard]] const LogSink& log() const { return log_; }
 
-  // An fdatasync failed: what was acknowledged before may be lost, so nothing more is promised until an
-  // operator has looked and restarted the daemon.
+  // An fdatasync failed: what was acknowledged before may be lost, so nothing more is promised
+  // until an operator has looked and restarted the daemon.
   [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
   void fail(const char* what, int error);
 
@@ -84,19 +91,23 @@ class Backing {
 
   // --- These sleep. Each returns 0 or a positive errno.
 
-  // All writes completed before the call are durable. Calls that come while one is running share the next one.
+  // All writes completed before the call are durable. Calls that come while one is running share
+  // the next one.
   int flush();
   int discard(uint64_t offset, uint64_t length);
   int write_zeroes(uint64_t offset, uint64_t length, bool no_unmap);
   // A transfer whose memory the backing cannot take directly, through an aligned copy.
   int transfer_by_copy(bool write, std::byte* data, uint64_t offset, uint64_t length, int flags);
 
-  // One attempt after another until all is transferred. Starts `done` bytes in and advances it; flags
-  // are those of preadv2/pwritev2. With RWF_NOWAIT it may return EAGAIN with part of the work done.
-  int transfer_now(bool write, std::byte* data, uint64_t offset, uint64_t length, uint64_t& done, int flags);
+  // One attempt after another until all is transferred. Starts `done` bytes in and advances it;
+  // flags are those of preadv2/pwritev2. With RWF_NOWAIT it may return EAGAIN with part of the work
+  // done.
+  int transfer_now(bool write, std::byte* data, uint64_t offset, uint64_t length, uint64_t& done,
+                   int flags);
 
  private:
-  Backing(std::string name, std::string path, LogSink log, SystemCalls& calls);
+  Backing(std::string name, std::string path, LogSink log, SystemCalls& calls,
+          std::chrono::milliseconds takeover_max);
 
   std::string open_file(const config::Volume& volume);
   std::string create_file(const config::Volume& volume);
@@ -114,6 +125,7 @@ class Backing {
   const std::string path_;
   LogSink log_;
   SystemCalls& calls_;
+  const std::chrono::milliseconds takeover_max_;
   int fd_ = -1;
   int sync_fd_ = -1;  // an open file of its own: the kernel reports a lost write once per open file
   bool block_device_ = false;
@@ -139,10 +151,12 @@ class Backing {
   WorkerPool workers_;  // last: its threads use all of the above
 };
 
-// The errno a client gets for one of ours: numbers that mean the same there, EIO for what only we understand.
+// The errno a client gets for one of ours: numbers that mean the same there, EIO for what only we
+// understand.
 int client_errno(int error);
 
 // The refusal of a volume whose backing belongs to another one.
-std::string already_served(const std::string& path, const std::string& other_name, const std::string& other_path);
+std::string already_served(const std::string& path, const std::string& other_name,
+                           const std::string& other_path);
 
 }  // namespace rtrsnbd::daemon

@@ -52,7 +52,8 @@ uint32_t usable_cpus() {
   return static_cast<uint32_t>(std::max(1, CPU_COUNT(&set)));
 }
 
-// A session has one descriptor per connection: the soft limit, often 1024, is for programs that use select().
+// A session has one descriptor per connection: the soft limit, often 1024, is for programs that use
+// select().
 void raise_open_files_limit() {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
@@ -77,20 +78,25 @@ std::string check_geometry(const config::Config& configuration) {
       !wire::geometry_fits(limits.queue_depth, limits.chunk_size())) {
     return "'queue-depth' " + std::to_string(limits.queue_depth) + " and 'max-io-size' " +
            std::to_string(limits.max_io_size) +
-           " do not fit together: their product, each rounded up to a power of two, may not exceed 256 MiB";
+           " do not fit together: their product, each rounded up to a power of two, may not exceed "
+           "256 MiB";
   }
   if (limits.session_bytes() > configuration.memory_max) {
-    return "'max-memory' " + std::to_string(configuration.memory_max) + " is less than one session needs: " +
-           std::to_string(limits.session_bytes()) + " bytes, from 'queue-depth' and 'max-io-size'";
+    return "'max-memory' " + std::to_string(configuration.memory_max) +
+           " is less than one session needs: " + std::to_string(limits.session_bytes()) +
+           " bytes, from 'queue-depth' and 'max-io-size'";
   }
   return {};
 }
 
 fabric::soft::Crc crc_of(config::Crc crc) {
   switch (crc) {
-    case config::Crc::automatic: return fabric::soft::Crc::automatic;
-    case config::Crc::on: return fabric::soft::Crc::on;
-    case config::Crc::off: return fabric::soft::Crc::off;
+    case config::Crc::automatic:
+      return fabric::soft::Crc::automatic;
+    case config::Crc::on:
+      return fabric::soft::Crc::on;
+    case config::Crc::off:
+      return fabric::soft::Crc::off;
   }
   return fabric::soft::Crc::automatic;
 }
@@ -127,7 +133,8 @@ class Service {
     signals_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
     ended_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (signals_ < 0 || ended_ < 0) {
-      log_.write(LogLevel::error, std::string("cannot make descriptors for signals: ") + std::strerror(errno));
+      log_.write(LogLevel::error,
+                 std::string("cannot make descriptors for signals: ") + std::strerror(errno));
       return ExitCode::environment;
     }
     if (!open_volumes()) return ExitCode::volume;
@@ -135,7 +142,8 @@ class Service {
     if (!listen()) return ExitCode::listen;
     start_threads();
     const std::string status = "serving " + std::to_string(volumes_.size()) +
-                               (volumes_.size() == 1 ? " volume" : " volumes") + " on " + joined(addresses_);
+                               (volumes_.size() == 1 ? " volume" : " volumes") + " on " +
+                               joined(addresses_);
     log_.write(LogLevel::notice, status);
     notifier_.send("READY=1\nSTATUS=" + status);
     const bool asked = wait_for_stop();
@@ -185,7 +193,8 @@ class Service {
     }
     const std::string& missing = reactors_.front()->reactor().ring().missing();
     if (!missing.empty()) {
-      log_.write(LogLevel::notice, "io_uring of this system: " + missing + "; costs a little more CPU per request");
+      log_.write(LogLevel::notice,
+                 "io_uring of this system: " + missing + "; costs a little more CPU per request");
     }
     return true;
   }
@@ -209,12 +218,14 @@ class Service {
         } catch (const std::system_error& error) {
           problem = error.what();
           const int number = error.code().value();
-          // "Any address" names both families; one of them is enough where the other is switched off, or
-          // where the first socket already takes both.
-          const bool tolerable = addresses->size() > 1 && (number == EAFNOSUPPORT || number == EADDRNOTAVAIL ||
-                                                           (any && number == EADDRINUSE));
+          // "Any address" names both families; one of them is enough where the other is switched
+          // off, or where the first socket already takes both.
+          const bool tolerable =
+              addresses->size() > 1 &&
+              (number == EAFNOSUPPORT || number == EADDRNOTAVAIL || (any && number == EADDRINUSE));
           if (!tolerable) {
-            if (number == EADDRINUSE) problem += "; another process, maybe another rtrsd, has the port";
+            if (number == EADDRINUSE)
+              problem += "; another process, maybe another rtrsd, has the port";
             if (number == EADDRNOTAVAIL) problem += "; no interface of this host has the address";
             if (number == EACCES) problem += "; ports below 1024 need CAP_NET_BIND_SERVICE";
             return refuse(problem);
@@ -241,7 +252,8 @@ class Service {
           failure_ = ExitCode::environment;
           crashed_ = true;
         } catch (const std::exception& error) {
-          log_.write(LogLevel::error, "reactor " + std::to_string(index) + " failed: " + error.what());
+          log_.write(LogLevel::error,
+                     "reactor " + std::to_string(index) + " failed: " + error.what());
           crashed_ = true;
         }
         --running_;
@@ -263,7 +275,8 @@ class Service {
     uint64_t count = 0;
     [[maybe_unused]] const ssize_t taken = read(ended_, &count, sizeof count);
     signalfd_siginfo info{};
-    if (read(signals_, &info, sizeof info) != static_cast<ssize_t>(sizeof info)) return std::nullopt;
+    if (read(signals_, &info, sizeof info) != static_cast<ssize_t>(sizeof info))
+      return std::nullopt;
     return static_cast<int>(info.ssi_signo);
   }
 
@@ -273,12 +286,15 @@ class Service {
       const std::optional<int> signal = wait_for_signal(std::nullopt);
       if (!signal) continue;
       if (*signal == SIGHUP) {
-        log_.write(LogLevel::notice, "SIGHUP: reloading the configuration is not available yet; restart rtrsd to apply it");
+        log_.write(
+            LogLevel::notice,
+            "SIGHUP: reloading the configuration is not available yet; restart rtrsd to apply it");
         continue;
       }
       log_.write(LogLevel::notice, std::string(*signal == SIGTERM ? "SIGTERM" : "SIGINT") +
                                        ": stopping; running requests have " +
-                                       std::to_string(configuration_.drain_timeout.count()) + " ms to end");
+                                       std::to_string(configuration_.drain_timeout.count()) +
+                                       " ms to end");
       return true;
     }
     return false;
@@ -289,7 +305,8 @@ class Service {
     const TimePoint deadline = begin + configuration_.drain_timeout;
     const auto margin = std::chrono::duration_cast<std::chrono::microseconds>(
         configuration_.drain_timeout + std::chrono::seconds(10));
-    notifier_.send("STOPPING=1\nSTATUS=stopping\nEXTEND_TIMEOUT_USEC=" + std::to_string(margin.count()));
+    notifier_.send("STOPPING=1\nSTATUS=stopping\nEXTEND_TIMEOUT_USEC=" +
+                   std::to_string(margin.count()));
     for (const auto& reactor : reactors_) reactor->request_shut_down();
     TimePoint next_word = begin + drain_patience;
     std::string said;
@@ -300,8 +317,9 @@ class Service {
       if (again || now >= deadline) {
         if (running_ == 0) break;
         const std::string waits = what_it_waits_for();
-        log_.write(LogLevel::error, std::string(again ? "stopped by a second signal" : "drain-timeout is over") +
-                                        ", leaving at once; not ended: " + waits);
+        log_.write(LogLevel::error,
+                   std::string(again ? "stopped by a second signal" : "drain-timeout is over") +
+                       ", leaving at once; not ended: " + waits);
         notifier_.send("STATUS=stopped before its requests ended: " + waits);
         return ExitCode::drain_timeout;
       }
@@ -333,8 +351,8 @@ class Service {
   std::atomic<ExitCode> failure_{ExitCode::failure};  // the exit status of a crash
   std::atomic<uint32_t> running_{0};
 
-  // Declared in the order of creation. Volumes come after the reactors, although they are made first:
-  // their workers send messages to reactors and have to end before them.
+  // Declared in the order of creation. Volumes come after the reactors, although they are made
+  // first: their workers send messages to reactors and have to end before them.
   std::unique_ptr<fabric::Fabric> fabric_;
   std::unique_ptr<rtrs::Directory> directory_;
   std::unique_ptr<Shared> shared_;
@@ -361,7 +379,8 @@ std::vector<std::string> check(const config::Config& configuration, const std::s
   for (size_t i = 0; i < configuration.volumes.size(); ++i) {
     const config::Volume& volume = configuration.volumes[i];
     const auto say = [&](const std::string& problem) {
-      problems.push_back(file + ":" + std::to_string(volume.line) + ": volume " + volume.name + ": " + problem);
+      problems.push_back(file + ":" + std::to_string(volume.line) + ": volume " + volume.name +
+                         ": " + problem);
     };
     if (const auto rules = AccessRules::make(volume.allow); !rules) say("allow: " + rules.error());
     if (const std::string problem = Backing::inspect(volume); !problem.empty()) say(problem);
@@ -379,7 +398,8 @@ std::vector<std::string> check(const config::Config& configuration, const std::s
 ExitCode serve(const config::Config& configuration, Log& log, const Notifier& notifier) {
   auto service = std::make_unique<Service>(configuration, log, notifier);
   const ExitCode code = service->run();
-  if (service->abandoned()) [[maybe_unused]] Service* left = service.release();
+  if (service->abandoned()) [[maybe_unused]]
+    Service* left = service.release();
   return code;
 }
 

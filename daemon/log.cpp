@@ -93,14 +93,16 @@ std::vector<std::pair<LogLevel, std::string>> RepeatFilter::due(TimePoint now, b
       continue;
     }
     std::string text = std::move(cause.last);
-    if (cause.held_back > 1) text += " (and " + std::to_string(cause.held_back - 1) + " more like it)";
+    if (cause.held_back > 1)
+      text += " (and " + std::to_string(cause.held_back - 1) + " more like it)";
     lines.emplace_back(cause.level, std::move(text));
     // It goes on: from now on the summary is the line of the minute.
     cause = Cause{now, UINT32_MAX, 0, cause.level, {}};
     ++entry;
   }
   if (overflow_ > 0 && (everything || now - window_begin_ >= window)) {
-    lines.emplace_back(LogLevel::warning, "log: left out " + std::to_string(overflow_) + " lines of too many kinds");
+    lines.emplace_back(LogLevel::warning,
+                       "log: left out " + std::to_string(overflow_) + " lines of too many kinds");
     overflow_ = 0;
   }
   return lines;
@@ -163,7 +165,8 @@ void Log::run() {
     for (const Line& line : lines) {
       if (filter_.admit(line.level, line.text, Clock::now())) put(line.level, line.text);
     }
-    if (lost > 0) put(LogLevel::warning, "log: lost " + std::to_string(lost) + " lines that came too quickly");
+    if (lost > 0)
+      put(LogLevel::warning, "log: lost " + std::to_string(lost) + " lines that came too quickly");
     for (const auto& [level, text] : filter_.due(Clock::now(), last)) put(level, text);
     lock.lock();
     finished_ += lines.size();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// rtrsd's log: lines to standard error, written by a thread of its own, so that a reader that is slow or
-// stopped never holds up a reactor. With journald at the other end each line carries its priority as <N>;
-// otherwise the level as a word.
+// rtrsd's log: lines to standard error, written by a thread of its own, so that a reader that is
+// slow or stopped never holds up a reactor. With journald at the other end each line carries its
+// priority as <N>; otherwise the level as a word.
 //
-// A line that repeats, numbers aside, is let through a few times a minute; the last one held back follows
-// with the count of the others.
+// A line that repeats, numbers aside, is let through a few times a minute; the last one held back
+// follows with the count of the others.
 #pragma once
 
 #include <atomic>
@@ -42,7 +42,8 @@ class RepeatFilter {
   static constexpr Duration window = std::chrono::minutes(1);
   static constexpr uint32_t problems_per_window = 3;  // warnings and errors, per cause
   static constexpr uint32_t events_per_window = 100;  // notice and info, per cause
-  static constexpr uint32_t lines_per_window = 2000;  // all causes: names a peer makes up are causes too
+  static constexpr uint32_t lines_per_window =
+      2000;  // all causes: names a peer makes up are causes too
   static constexpr size_t causes_max = 1024;
 
  private:
@@ -93,7 +94,7 @@ class Log {
   std::condition_variable wanted_;
   std::condition_variable written_;
   std::deque<Line> queue_;
-  uint64_t queued_ = 0;   // ever
+  uint64_t queued_ = 0;    // ever
   uint64_t finished_ = 0;  // ever
   uint64_t lost_ = 0;
   bool stopping_ = false;

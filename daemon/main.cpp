@@ -52,7 +52,8 @@ ExitCode serve(const daemon::Options& options, daemon::Log& log) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto options = daemon::parse_options({argv + 1, static_cast<size_t>(argc > 0 ? argc - 1 : 0)});
+  const auto options =
+      daemon::parse_options({argv + 1, static_cast<size_t>(argc > 0 ? argc - 1 : 0)});
   if (!options) {
     std::fprintf(stderr, "rtrsd: %s\n", options.error().c_str());
     return static_cast<int>(ExitCode::usage);
@@ -75,7 +76,8 @@ int main(int argc, char** argv) {
                   options->verbose ? LogLevel::debug : LogLevel::info);
   const ExitCode code = serve(*options, log);
   const bool quiet = log.finish(std::chrono::seconds(1));
-  // Threads that sleep in the kernel cannot be joined, neither those of a volume that hangs nor the log's.
-  if (!quiet || code == ExitCode::drain_timeout || code == ExitCode::failure) _exit(static_cast<int>(code));
+  // Threads that sleep in the kernel cannot be joined, neither those of a volume that hangs nor the
+  // log's; after a failure some may be left.
+  if (!quiet || code != ExitCode::success) _exit(static_cast<int>(code));
   return static_cast<int>(code);
 }

@@ -64,12 +64,14 @@ class Chunks final : public rtrs::ChunkMemory {
 };
 
 std::string why_unregistered(int error, size_t bytes) {
-  std::string text = "chunk memory is not registered with io_uring (" + std::string(std::strerror(error)) + ")";
+  std::string text =
+      "chunk memory is not registered with io_uring (" + std::string(std::strerror(error)) + ")";
   if (error == ENOMEM || error == EPERM) {
     rlimit limit{};
     getrlimit(RLIMIT_MEMLOCK, &limit);
     text += ": a session needs " + mebibytes(bytes) + " of locked memory";
-    if (limit.rlim_cur != RLIM_INFINITY) text += " and the limit for all sessions is " + mebibytes(limit.rlim_cur);
+    if (limit.rlim_cur != RLIM_INFINITY)
+      text += " and the limit for all sessions is " + mebibytes(limit.rlim_cur);
     text += "; raise it with LimitMEMLOCK= of the unit or ulimit -l";
   }
   return text + ". Serving without; direct IO costs a little more CPU";
@@ -88,8 +90,9 @@ bool MemoryBudget::reserve(uint64_t bytes) {
 std::unique_ptr<rtrs::ChunkMemory> ChunkAllocator::allocate(size_t bytes, std::string& reason) {
   const size_t reserved = (bytes + page_bytes - 1) / page_bytes * page_bytes;
   if (!budget_.reserve(reserved)) {
-    reason = "memory limit: the session needs " + mebibytes(reserved) + ", " + mebibytes(budget_.used()) +
-             " are in use and 'max-memory' is " + mebibytes(budget_.bytes_max());
+    reason = "memory limit: the session needs " + mebibytes(reserved) + ", " +
+             mebibytes(budget_.used()) + " are in use and 'max-memory' is " +
+             mebibytes(budget_.bytes_max());
     return nullptr;
   }
   std::byte* const memory = map_pages(reserved);
@@ -102,7 +105,8 @@ std::unique_ptr<rtrs::ChunkMemory> ChunkAllocator::allocate(size_t bytes, std::s
   if (use_registered_ && budget_.registering()) {
     const int error = chunks->register_with_ring();
     // Said once for all sessions; the limit will not move by itself.
-    if (error != 0 && budget_.give_up_registering()) log_(LogLevel::notice, why_unregistered(error, bytes));
+    if (error != 0 && budget_.give_up_registering())
+      log_(LogLevel::notice, why_unregistered(error, bytes));
   }
   return chunks;
 }

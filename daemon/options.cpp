@@ -10,7 +10,8 @@ tl::expected<Options, std::string> parse_options(std::span<const char* const> ar
   for (size_t i = 0; i < arguments.size(); ++i) {
     const std::string_view argument = arguments[i];
     if (argument == "-c" || argument == "--config") {
-      if (i + 1 == arguments.size()) return tl::unexpected(std::string(argument) + " needs a file name");
+      if (i + 1 == arguments.size())
+        return tl::unexpected(std::string(argument) + " needs a file name");
       options.config_path = arguments[++i];
     } else if (argument.starts_with("--config=")) {
       options.config_path = argument.substr(std::string_view("--config=").size());
@@ -28,7 +29,8 @@ tl::expected<Options, std::string> parse_options(std::span<const char* const> ar
       return tl::unexpected("unknown argument '" + std::string(argument) + "'; see rtrsd --help");
     }
   }
-  if (options.config_path.empty()) return tl::unexpected(std::string("the name of the configuration file is empty"));
+  if (options.config_path.empty())
+    return tl::unexpected(std::string("the name of the configuration file is empty"));
   return options;
 }
 

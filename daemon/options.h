@@ -4,7 +4,6 @@
 
 #include <span>
 #include <string>
-
 #include <tl/expected.hpp>
 
 namespace rtrsnbd::daemon {

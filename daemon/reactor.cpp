@@ -21,7 +21,8 @@ constexpr uint32_t completions_per_turn_max = 512;
 constexpr uint32_t completions_per_batch = 64;
 
 __kernel_timespec to_timespec(TimePoint time) {
-  const auto since_boot = std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+  const auto since_boot =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
   __kernel_timespec spec{};
   spec.tv_sec = since_boot / 1'000'000'000;
   spec.tv_nsec = since_boot % 1'000'000'000;
@@ -47,7 +48,9 @@ class Reactor::WakeUp final : public Operation {
     in_flight_ = true;
     reactor_.start(*this);
   }
-  void prepare(io_uring_sqe& entry) override { io_uring_prep_read(&entry, fd_, &value_, sizeof value_, 0); }
+  void prepare(io_uring_sqe& entry) override {
+    io_uring_prep_read(&entry, fd_, &value_, sizeof value_, 0);
+  }
   void complete(int, uint32_t) override {
     in_flight_ = false;
     arm();
@@ -61,7 +64,8 @@ class Reactor::WakeUp final : public Operation {
   bool in_flight_ = false;
 };
 
-// One timeout of the ring stands for the earliest of all timers, so that sleeping costs no timer set-up.
+// One timeout of the ring stands for the earliest of all timers, so that sleeping costs no timer
+// set-up.
 class Reactor::Timeout final : public Operation {
  public:
   void prepare(io_uring_sqe& entry) override {
@@ -76,13 +80,15 @@ class Reactor::Timeout final : public Operation {
   __kernel_timespec spec_{};
 };
 
-// Moves that timeout forward. If it has fired meanwhile the update fails, and the turn arms a new one.
+// Moves that timeout forward. If it has fired meanwhile the update fails, and the turn arms a new
+// one.
 class Reactor::TimeoutUpdate final : public Operation {
  public:
   explicit TimeoutUpdate(Timeout& timeout) : timeout_(timeout) {}
   void prepare(io_uring_sqe& entry) override {
     spec_ = to_timespec(timeout_.deadline);
-    io_uring_prep_timeout_update(&entry, &spec_, reinterpret_cast<uintptr_t>(static_cast<Operation*>(&timeout_)),
+    io_uring_prep_timeout_update(&entry, &spec_,
+                                 reinterpret_cast<uintptr_t>(static_cast<Operation*>(&timeout_)),
                                  IORING_TIMEOUT_ABS);
   }
   void complete(int, uint32_t) override { in_flight = false; }
@@ -131,7 +137,9 @@ void Reactor::run() {
   thread_.store(std::thread::id{}, std::memory_order_relaxed);
 }
 
-void Reactor::stop() { running_ = false; }
+void Reactor::stop() {
+  running_ = false;
+}
 
 void Reactor::turn() {
   ++counters_.turns;
@@ -148,7 +156,8 @@ void Reactor::turn() {
   } else {
     io_uring_submit(ring_.get());
   }
-  // Errors of submission (EINTR, EAGAIN, EBUSY) leave the entries queued; the next turn tries again.
+  // Errors of submission (EINTR, EAGAIN, EBUSY) leave the entries queued; the next turn tries
+  // again.
   now_ = Clock::now();
   collect();
   if (!timers_.empty()) run_timers();
@@ -158,7 +167,8 @@ void Reactor::collect() {
   std::array<io_uring_cqe, completions_per_batch> batch;
   for (uint32_t handled = 0; handled < completions_per_turn_max;) {
     std::array<io_uring_cqe*, completions_per_batch> entries;
-    const unsigned count = io_uring_peek_batch_cqe(ring_.get(), entries.data(), completions_per_batch);
+    const unsigned count =
+        io_uring_peek_batch_cqe(ring_.get(), entries.data(), completions_per_batch);
     if (count == 0) return;
     // Copied out first: a handler that submits lets the kernel write new completions at once.
     for (unsigned i = 0; i < count; ++i) {
@@ -168,7 +178,8 @@ void Reactor::collect() {
     }
     io_uring_cq_advance(ring_.get(), count);
     for (unsigned i = 0; i < count; ++i) {
-      reinterpret_cast<Operation*>(static_cast<uintptr_t>(batch[i].user_data))->complete(batch[i].res, batch[i].flags);
+      reinterpret_cast<Operation*>(static_cast<uintptr_t>(batch[i].user_data))
+          ->complete(batch[i].res, batch[i].flags);
     }
     counters_.operations += count;
     handled += count;
@@ -189,7 +200,8 @@ bool Reactor::try_start(Operation& operation) {
 
 void Reactor::start(Operation& operation) {
   assert(on_thread() || thread_.load() == std::thread::id{});
-  // Submitting needs the thread that adopted the ring; before run() and behind others it has to wait.
+  // Submitting needs the thread that adopted the ring; before run() and behind others it has to
+  // wait.
   if (backlog_first_ == nullptr && running_ && try_start(operation)) return;
   ++counters_.backlogged;
   operation.next_ = nullptr;
@@ -200,7 +212,8 @@ void Reactor::start(Operation& operation) {
 void Reactor::drain_backlog() {
   while (backlog_first_ != nullptr) {
     Operation* operation = backlog_first_;
-    Operation* next = operation->next_;  // prepare() may not touch it, but complete() may reuse it later
+    Operation* next =
+        operation->next_;  // prepare() may not touch it, but complete() may reuse it later
     if (!try_start(*operation)) return;
     backlog_first_ = next;
   }
@@ -218,7 +231,9 @@ void Reactor::post(Message& message) {
   if (first) wake_up_->wake();  // whoever finds it empty wakes; the others ride along
 }
 
-void Reactor::post(std::function<void()> function) { post(*new FunctionMessage(std::move(function))); }
+void Reactor::post(std::function<void()> function) {
+  post(*new FunctionMessage(std::move(function)));
+}
 
 void Reactor::run_messages() {
   Message* message = nullptr;
@@ -248,7 +263,8 @@ void Reactor::disarm(Timer& timer) {
 }
 
 void Reactor::run_timers() {
-  // Those that are armed again from inside on_timer wait for the next turn, even with a deadline in the past.
+  // Those that are armed again from inside on_timer wait for the next turn, even with a deadline in
+  // the past.
   size_t due = 0;
   for (auto timer = timers_.begin(); timer != timers_.end() && timer->first <= now_; ++timer) ++due;
   while (due-- > 0 && !timers_.empty() && timers_.begin()->first <= now_) {
@@ -277,6 +293,8 @@ void Reactor::keep(std::unique_ptr<Lingering> object) {
   lingering_.emplace(key, std::move(object));
 }
 
-void Reactor::release(Lingering* object) { lingering_.erase(object); }
+void Reactor::release(Lingering* object) {
+  lingering_.erase(object);
+}
 
 }  // namespace rtrsnbd::daemon

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// One thread and one io_uring. Everything a reactor does happens in run(): collect what completed, call
-// the handlers, let the owner finish the turn (flush what was posted), submit and sleep with one system
-// call. Nothing on this thread may block; slow work goes to a WorkerPool and comes back as a Message.
+// One thread and one io_uring. Everything a reactor does happens in run(): collect what completed,
+// call the handlers, let the owner finish the turn (flush what was posted), submit and sleep with
+// one system call. Nothing on this thread may block; slow work goes to a WorkerPool and comes back
+// as a Message.
 //
-// Threads: post() may be called from anywhere; everything else belongs to the thread inside run(), or, as
-// long as nobody is inside, to the owner.
+// Threads: post() may be called from anywhere; everything else belongs to the thread inside run(),
+// or, as long as nobody is inside, to the owner.
 #pragma once
 
 #include <atomic>
@@ -22,8 +23,8 @@
 
 namespace rtrsnbd::daemon {
 
-// One submission and the handler of what comes of it; its address is the user_data. The owner keeps it until
-// the last complete() (the one without IORING_CQE_F_MORE in flags).
+// One submission and the handler of what comes of it; its address is the user_data. The owner keeps
+// it until the last complete() (the one without IORING_CQE_F_MORE in flags).
 class Operation {
  public:
   virtual ~Operation() = default;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // One io_uring and what the running kernel lets it do. Newer kernels save work per request; what is
-// missing on an older one (5.15 is the oldest supported) is left out, and missing() says so in words.
+// missing on an older one (5.15 is the oldest supported) is left out, and missing() says so in
+// words.
 #pragma once
 
 #include <liburing.h>
@@ -13,7 +14,8 @@
 
 namespace rtrsnbd::daemon {
 
-// How much of io_uring to use at most. Anything but `newest` is for tests of the older kernels' paths.
+// How much of io_uring to use at most. Anything but `newest` is for tests of the older kernels'
+// paths.
 enum class KernelLevel { v5_15, v5_19, v6_0, newest };
 
 struct RingOptions {
@@ -43,13 +45,16 @@ class Ring {
   [[nodiscard]] io_uring* get() { return &ring_; }
   // What has to be done without here, for one line of the log; empty if nothing.
   [[nodiscard]] const std::string& missing() const { return missing_; }
-  [[nodiscard]] bool deferred() const { return deferred_; }  // completions appear only inside io_uring_enter
+  [[nodiscard]] bool deferred() const {
+    return deferred_;
+  }  // completions appear only inside io_uring_enter
 
   // A slot for IOSQE_FIXED_FILE, or -1 when there is none left or the kernel refuses.
   int add_file(int fd);
   void remove_file(int slot);
 
-  // An index for READ_FIXED / WRITE_FIXED; -1: use the memory unregistered. error says why (an errno).
+  // An index for READ_FIXED / WRITE_FIXED; -1: use the memory unregistered. error says why (an
+  // errno).
   int add_buffer(std::byte* memory, size_t length, int& error);
   void remove_buffer(int index);
 

@@ -14,7 +14,8 @@ namespace rtrsnbd::daemon {
 
 namespace {
 
-// Endpoints and listeners want to be called every half second; a session's server may want it more often.
+// Endpoints and listeners want to be called every half second; a session's server may want it more
+// often.
 constexpr Duration tick_interval_max = std::chrono::milliseconds(500);
 constexpr Duration tick_interval_min = std::chrono::milliseconds(5);
 // While it shuts down, it looks for the end more often.
@@ -22,7 +23,7 @@ constexpr Duration tick_interval_shutting_down = std::chrono::milliseconds(10);
 // Calls of progress() in a row before the other endpoints get their turn.
 constexpr uint32_t progress_calls_max = 16;
 // Posted bytes that are not left for the end of the turn: about a quarter of a second-level cache.
-constexpr size_t early_flush_bytes = 256 * 1024;
+constexpr size_t early_flush_bytes = 512 * 1024;
 
 }  // namespace
 
@@ -64,8 +65,8 @@ ServerReactor::ServerReactor(Shared& shared, uint32_t index, const RingOptions& 
       files_(reactor_),
       chunks_(reactor_, shared.budget, shared.volumes.any_through_ring(), shared.log),
       ticker_(std::make_unique<Ticker>(*this)),
-      server_(std::make_unique<rtrs::Server>(shared.fabric, shared.directory, index, shared.limits, *this,
-                                             shared.log)) {
+      server_(std::make_unique<rtrs::Server>(shared.fabric, shared.directory, index, shared.limits,
+                                             *this, shared.log)) {
   reactor_.set_turn_end([this] { return end_turn(); });
 }
 
@@ -114,8 +115,9 @@ void ServerReactor::tick(TimePoint now) {
     reactor_.stop();
     return;
   }
-  const Duration interval = shutting_down_ ? tick_interval_shutting_down
-                                           : std::clamp(server_->tick_interval(), tick_interval_min, tick_interval_max);
+  const Duration interval =
+      shutting_down_ ? tick_interval_shutting_down
+                     : std::clamp(server_->tick_interval(), tick_interval_min, tick_interval_max);
   reactor_.arm(*ticker_, now + interval);
 }
 
@@ -137,8 +139,10 @@ void ServerReactor::on_connect_request(std::unique_ptr<fabric::ConnectRequest> r
     request->reject(wire::bytes_of(response));
     std::string why = "its RTRS connection request is malformed";
     if (message && error == EUSERS) {
-      why = "there are " + std::to_string(shared_.directory.session_count()) + " sessions, the limit is 'max-sessions: " +
-            std::to_string(shared_.limits.sessions_max) + "'";
+      why =
+          "there are " + std::to_string(shared_.directory.session_count()) +
+          " sessions, the limit is 'max-sessions: " + std::to_string(shared_.limits.sessions_max) +
+          "'";
     } else if (message && error == ENXIO) {
       why = "it belongs to a session that is not known here";
     } else if (message) {
@@ -154,12 +158,15 @@ void ServerReactor::on_connect_request(std::unique_ptr<fabric::ConnectRequest> r
   }
 }
 
-std::unique_ptr<rtrs::ChunkMemory> ServerReactor::allocate_chunks(size_t bytes, std::string& reason) {
+std::unique_ptr<rtrs::ChunkMemory> ServerReactor::allocate_chunks(size_t bytes,
+                                                                  std::string& reason) {
   return chunks_.allocate(bytes, reason);
 }
 
-std::unique_ptr<rtrs::UpperSession> ServerReactor::session_up(const rtrs::SessionIdentity& identity) {
-  return rnbd::make_server_session(identity, shared_.volumes.view(identity, reactor_, files_), shared_.log);
+std::unique_ptr<rtrs::UpperSession> ServerReactor::session_up(
+    const rtrs::SessionIdentity& identity) {
+  return rnbd::make_server_session(identity, shared_.volumes.view(identity, reactor_, files_),
+                                   shared_.log);
 }
 
 void ServerReactor::attach(fabric::Endpoint& endpoint) {
@@ -199,8 +206,10 @@ void ServerReactor::want_flush(fabric::Endpoint& endpoint) {
     endpoint.flush(fabric::Wait::no);  // not attached (any more): there is no turn to wait for
     return;
   }
-  // Large answers go out while their data is still in the cache, and the client gets to work meanwhile.
-  if (endpoint.unsent_bytes() >= early_flush_bytes && !endpoint.wants_write()) endpoint.flush(fabric::Wait::no);
+  // Large answers go out while their data is still in the cache, and the client gets to work
+  // meanwhile.
+  if (endpoint.unsent_bytes() >= early_flush_bytes && !endpoint.wants_write())
+    endpoint.flush(fabric::Wait::no);
   if (line->to_flush) return;
   line->to_flush = true;
   to_flush_.push_back(line);
@@ -224,7 +233,8 @@ void ServerReactor::serve(Line& line) {
   if (line.endpoint != nullptr && line.endpoint->wants_write()) line.watch->want_output();
 }
 
-// Everything that was posted in this turn goes out now, each endpoint with as few system calls as it can.
+// Everything that was posted in this turn goes out now, each endpoint with as few system calls as
+// it can.
 bool ServerReactor::end_turn() {
   if (!to_serve_.empty()) {
     std::vector<Line*> again;
@@ -233,7 +243,8 @@ bool ServerReactor::end_turn() {
       if (line->endpoint != nullptr && line->to_serve) serve(*line);
     }
   }
-  // A flush may find the connection gone and post nothing more, but callbacks may want further flushes.
+  // A flush may find the connection gone and post nothing more, but callbacks may want further
+  // flushes.
   flushing_.clear();
   flushing_.swap(to_flush_);
   for (Line* line : flushing_) {

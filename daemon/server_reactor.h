@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A reactor that serves sessions: it drives the endpoints of its RTRS server and gives that server memory,
-// volumes and time. Reactor 0 owns the listeners too and hands each connection request to the reactor
-// where its session lives.
+// A reactor that serves sessions: it drives the endpoints of its RTRS server and gives that server
+// memory, volumes and time. Reactor 0 owns the listeners too and hands each connection request to
+// the reactor where its session lives.
 #pragma once
 
 #include <atomic>
@@ -40,7 +40,8 @@ class ServerReactor final : public rtrs::ServerEnvironment {
   [[nodiscard]] Reactor& reactor() { return reactor_; }
 
   // Before run(): takes over listeners; requests go to peers[i], where this reactor is one of them.
-  void listen(std::vector<std::unique_ptr<fabric::Listener>> listeners, std::vector<ServerReactor*> peers);
+  void listen(std::vector<std::unique_ptr<fabric::Listener>> listeners,
+              std::vector<ServerReactor*> peers);
 
   void run();  // the reactor's thread; returns when shut down and idle
 
@@ -55,9 +56,9 @@ class ServerReactor final : public rtrs::ServerEnvironment {
   void want_flush(fabric::Endpoint& endpoint) override;
 
  private:
-  struct Line;      // an attached endpoint
-  class Ticker;     // calls tick() again and again
-  class Handover;   // a connection request on its way to another reactor
+  struct Line;     // an attached endpoint
+  class Ticker;    // calls tick() again and again
+  class Handover;  // a connection request on its way to another reactor
 
   void tick(TimePoint now);
   bool end_turn();
@@ -76,8 +77,8 @@ class ServerReactor final : public rtrs::ServerEnvironment {
   std::vector<std::unique_ptr<Line>> detached_;  // freed when nobody on the stack refers to them
   std::vector<Line*> to_flush_;
   std::vector<Line*> flushing_;
-  std::vector<Line*> to_serve_;   // had more than their share of a turn
-  Line* recent_ = nullptr;        // of the last look-up: the next one is mostly for the same endpoint
+  std::vector<Line*> to_serve_;  // had more than their share of a turn
+  Line* recent_ = nullptr;  // of the last look-up: the next one is mostly for the same endpoint
   bool shutting_down_ = false;
   std::vector<ServerReactor*> peers_;
   struct Listening {

@@ -18,16 +18,24 @@ namespace {
 constexpr uint32_t again_max = 64;
 constexpr uint64_t ring_bytes_max = uint64_t{1} << 30;
 
-bool modifies(RnbdOp op) { return op != RnbdOp::read && op != RnbdOp::flush; }
+bool modifies(RnbdOp op) {
+  return op != RnbdOp::read && op != RnbdOp::flush;
+}
 
 const char* verb(RnbdOp op) {
   switch (op) {
-    case RnbdOp::read: return "read";
-    case RnbdOp::write: return "write";
-    case RnbdOp::flush: return "flush";
-    case RnbdOp::discard: return "discard";
-    case RnbdOp::secure_erase: return "secure erase";
-    case RnbdOp::write_zeroes: return "write zeroes";
+    case RnbdOp::read:
+      return "read";
+    case RnbdOp::write:
+      return "write";
+    case RnbdOp::flush:
+      return "flush";
+    case RnbdOp::discard:
+      return "discard";
+    case RnbdOp::secure_erase:
+      return "secure erase";
+    case RnbdOp::write_zeroes:
+      return "write zeroes";
   }
   return "unknown operation";
 }
@@ -83,12 +91,14 @@ class StoreDevice::Task final : public Operation, public Job {
     const uint64_t offset = request.offset + done_;
     const bool registered = request.registered_index >= 0;
     if (write) {
-      registered ? io_uring_prep_write_fixed(&entry, file, data, length, offset, request.registered_index)
-                 : io_uring_prep_write(&entry, file, data, length, offset);
+      registered
+          ? io_uring_prep_write_fixed(&entry, file, data, length, offset, request.registered_index)
+          : io_uring_prep_write(&entry, file, data, length, offset);
       if (request.fua) entry.rw_flags = RWF_DSYNC;
     } else {
-      registered ? io_uring_prep_read_fixed(&entry, file, data, length, offset, request.registered_index)
-                 : io_uring_prep_read(&entry, file, data, length, offset);
+      registered
+          ? io_uring_prep_read_fixed(&entry, file, data, length, offset, request.registered_index)
+          : io_uring_prep_read(&entry, file, data, length, offset);
     }
     if (device_.file_slot_ >= 0) entry.flags |= IOSQE_FIXED_FILE;
     if (again_ > 0) entry.flags |= IOSQE_ASYNC;  // it may sleep, on a thread of the kernel
@@ -103,8 +113,8 @@ class StoreDevice::Task final : public Operation, public Job {
       return;
     }
     if (result < 0) {
-      // A write that was to be durable and was not: find out whether others are lost with it. In the page
-      // cache they are; a direct write fails alone if the device can still flush.
+      // A write that was to be durable and was not: find out whether others are lost with it. In
+      // the page cache they are; a direct write fails alone if the device can still flush.
       if (write && request_->fua) {
         if (backing.transfer() == Transfer::buffered) {
           backing.fail("durable write", -result);
@@ -138,21 +148,33 @@ class StoreDevice::Task final : public Operation, public Job {
     Backing& backing = *device_.backing_;
     const rnbd::BlockRequest& request = *request_;
     switch (step_) {
-      case Step::preflush: result_ = backing.flush(); return;
-      case Step::check_flush: backing.flush(); return;
-      case Step::transfer: break;
+      case Step::preflush:
+        result_ = backing.flush();
+        return;
+      case Step::check_flush:
+        backing.flush();
+        return;
+      case Step::transfer:
+        break;
     }
     switch (request.op) {
-      case RnbdOp::flush: result_ = backing.flush(); return;
-      case RnbdOp::discard: result_ = backing.discard(request.offset, request.length); break;
+      case RnbdOp::flush:
+        result_ = backing.flush();
+        return;
+      case RnbdOp::discard:
+        result_ = backing.discard(request.offset, request.length);
+        break;
       case RnbdOp::write_zeroes:
         result_ = backing.write_zeroes(request.offset, request.length, request.no_unmap);
         break;
       case RnbdOp::read:
       case RnbdOp::write:
-        result_ = backing.transfer_by_copy(request.op == RnbdOp::write, request.data, request.offset, request.length, 0);
+        result_ = backing.transfer_by_copy(request.op == RnbdOp::write, request.data,
+                                           request.offset, request.length, 0);
         break;
-      case RnbdOp::secure_erase: result_ = EOPNOTSUPP; return;
+      case RnbdOp::secure_erase:
+        result_ = EOPNOTSUPP;
+        return;
     }
     if (result_ == 0 && request.fua && modifies(request.op)) result_ = backing.flush();
   }
@@ -180,7 +202,8 @@ class StoreDevice::Task final : public Operation, public Job {
       return;
     }
     if (!tried_inline_) {
-      // The completion may end the device, so the task is given back before, and taken again if it is needed.
+      // The completion may end the device, so the task is given back before, and taken again if it
+      // is needed.
       tried_inline_ = true;
       StoreDevice& device = device_;
       device.give_back(*this);
@@ -188,7 +211,8 @@ class StoreDevice::Task final : public Operation, public Job {
       device.free_tasks_.pop_back();
     }
     const auto address = reinterpret_cast<uintptr_t>(request.data);
-    if (device_.backing_->transfer() == Transfer::direct && address % device_.backing_->memory_alignment() != 0) {
+    if (device_.backing_->transfer() == Transfer::direct &&
+        address % device_.backing_->memory_alignment() != 0) {
       hand_to_worker(Step::transfer);  // does not happen with chunks, which are aligned to pages
       return;
     }
@@ -218,7 +242,10 @@ class StoreDevice::Task final : public Operation, public Job {
 };
 
 StoreDevice::StoreDevice(std::shared_ptr<Backing> backing, Reactor& reactor, RingFiles& files)
-    : backing_(std::move(backing)), reactor_(reactor), files_(files), file_slot_(files.acquire(*backing_)) {}
+    : backing_(std::move(backing)),
+      reactor_(reactor),
+      files_(files),
+      file_slot_(files.acquire(*backing_)) {}
 
 StoreDevice::~StoreDevice() {
   assert(in_flight() == 0);
@@ -230,9 +257,9 @@ void StoreDevice::submit(rnbd::BlockRequest& request) {
   in_flight_.store(in_flight() + 1, std::memory_order_relaxed);
   // The caller has checked these; a mistake there must not reach the disk.
   const uint64_t block = properties.logical_block_size;
-  if (request.op != RnbdOp::flush &&
-      (request.offset > properties.size_bytes || request.length > properties.size_bytes - request.offset ||
-       request.offset % block != 0 || request.length % block != 0)) {
+  if (request.op != RnbdOp::flush && (request.offset > properties.size_bytes ||
+                                      request.length > properties.size_bytes - request.offset ||
+                                      request.offset % block != 0 || request.length % block != 0)) {
     answer(request, EINVAL);
     return;
   }
@@ -262,15 +289,18 @@ bool StoreDevice::submit_inline(rnbd::BlockRequest& request, uint64_t& done) {
   const bool write = request.op == RnbdOp::write;
   int flags = 0;
   switch (backing.transfer()) {
-    case Transfer::memory: break;
-    case Transfer::direct: return false;
+    case Transfer::memory:
+      break;
+    case Transfer::direct:
+      return false;
     case Transfer::buffered:
       // Only reads: RWF_NOWAIT does not keep a write from sleeping on a frozen filesystem.
       if (write || !backing.nowait_reads.load(std::memory_order_relaxed)) return false;
       flags = RWF_NOWAIT;
       break;
   }
-  const int error = backing.transfer_now(write, request.data, request.offset, request.length, done, flags);
+  const int error =
+      backing.transfer_now(write, request.data, request.offset, request.length, done, flags);
   if (flags != 0 && error == EAGAIN) return false;
   if (flags != 0 && (error == EOPNOTSUPP || error == EINVAL)) {
     backing.nowait_reads.store(false, std::memory_order_relaxed);
@@ -298,9 +328,10 @@ void StoreDevice::answer(rnbd::BlockRequest& request, int error) {
 void StoreDevice::report(const rnbd::BlockRequest& request, int error) const {
   // The latch has been logged when it closed; saying so for each request would only repeat it.
   if (backing_->failed()) return;
-  backing_->log()(LogLevel::warning, "volume " + backing_->name() + ": " + verb(request.op) + " of " +
-                                         std::to_string(request.length) + " bytes at " +
-                                         std::to_string(request.offset) + " failed: " + std::strerror(error));
+  backing_->log()(LogLevel::warning, "volume " + backing_->name() + ": " + verb(request.op) +
+                                         " of " + std::to_string(request.length) + " bytes at " +
+                                         std::to_string(request.offset) +
+                                         " failed: " + std::strerror(error));
 }
 
 StoreDevice::Task& StoreDevice::take_task() {

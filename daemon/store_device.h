@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A volume as one session has it open: block requests become system calls, ring operations or jobs for the
-// volume's workers, whichever is quickest and does not block the reactor.
+// A volume as one session has it open: block requests become system calls, ring operations or jobs
+// for the volume's workers, whichever is quickest and does not block the reactor.
 #pragma once
 
 #include <atomic>
@@ -36,7 +36,9 @@ class StoreDevice final : public rnbd::OpenDevice {
   StoreDevice(std::shared_ptr<Backing> backing, Reactor& reactor, RingFiles& files);
   ~StoreDevice() override;
 
-  [[nodiscard]] const rnbd::DeviceProperties& properties() const override { return backing_->properties(); }
+  [[nodiscard]] const rnbd::DeviceProperties& properties() const override {
+    return backing_->properties();
+  }
   void submit(rnbd::BlockRequest& request) override;
 
   // Requests that were submitted and are not complete. From any thread.

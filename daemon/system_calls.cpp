@@ -17,7 +17,9 @@ ssize_t SystemCalls::pwritev2(int fd, const iovec& piece, uint64_t offset, int f
   return ::pwritev2(fd, &piece, 1, static_cast<off_t>(offset), flags);
 }
 
-int SystemCalls::fdatasync(int fd) { return ::fdatasync(fd); }
+int SystemCalls::fdatasync(int fd) {
+  return ::fdatasync(fd);
+}
 
 int SystemCalls::fallocate(int fd, int mode, uint64_t offset, uint64_t length) {
   return ::fallocate(fd, mode, static_cast<off_t>(offset), static_cast<off_t>(length));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The system calls of the store that move or destroy data, behind one seam, so that tests can shorten a
-// transfer or let one fail. The kernel is the only implementation in rtrsd.
+// The system calls of the store that move or destroy data, behind one seam, so that tests can
+// shorten a transfer or let one fail. The kernel is the only implementation in rtrsd.
 #pragma once
 
 #include <sys/types.h>

@@ -9,20 +9,24 @@ namespace {
 
 const char* mode_text(wire::AccessMode mode) {
   switch (mode) {
-    case wire::AccessMode::read_only: return "ro";
-    case wire::AccessMode::read_write: return "rw";
-    case wire::AccessMode::migration: return "migration";
+    case wire::AccessMode::read_only:
+      return "ro";
+    case wire::AccessMode::read_write:
+      return "rw";
+    case wire::AccessMode::migration:
+      return "migration";
   }
   return "unknown mode";
 }
 
 }  // namespace
 
-// A device that gives back its count when it is closed, and refuses to change what was opened for reading.
+// A device that gives back its count when it is closed, and refuses to change what was opened for
+// reading.
 class VolumeRegistry::Opened final : public rnbd::OpenDevice {
  public:
-  Opened(VolumeRegistry& registry, Volume& volume, wire::AccessMode mode, std::string who, Reactor& reactor,
-         RingFiles& files)
+  Opened(VolumeRegistry& registry, Volume& volume, wire::AccessMode mode, std::string who,
+         Reactor& reactor, RingFiles& files)
       : registry_(registry),
         volume_(volume),
         mode_(mode),
@@ -34,13 +38,17 @@ class VolumeRegistry::Opened final : public rnbd::OpenDevice {
       volume_.access.release(mode_);
       volume_.opened.erase(&device_);
     }
-    registry_.log_(LogLevel::debug, "volume " + volume_.name + ": closed (" + mode_text(mode_) + ") by " + who_);
+    registry_.log_(LogLevel::debug,
+                   "volume " + volume_.name + ": closed (" + mode_text(mode_) + ") by " + who_);
   }
-  [[nodiscard]] const rnbd::DeviceProperties& properties() const override { return device_.properties(); }
+  [[nodiscard]] const rnbd::DeviceProperties& properties() const override {
+    return device_.properties();
+  }
   void submit(rnbd::BlockRequest& request) override {
     const bool harmless = request.op == wire::RnbdOp::read || request.op == wire::RnbdOp::flush;
     if (mode_ == wire::AccessMode::read_only && !harmless) {
-      request.complete(EPERM);  // RNBD has checked this; what was granted is what is enforced, here too
+      request.complete(
+          EPERM);  // RNBD has checked this; what was granted is what is enforced, here too
       return;
     }
     device_.submit(request);
@@ -60,13 +68,15 @@ class VolumeRegistry::View final : public rnbd::Volumes {
   View(VolumeRegistry& registry, rtrs::SessionIdentity identity, Reactor& reactor, RingFiles& files)
       : registry_(registry), identity_(std::move(identity)), reactor_(reactor), files_(files) {}
 
-  tl::expected<std::unique_ptr<rnbd::OpenDevice>, rnbd::OpenError> open(std::string_view name,
-                                                                        wire::AccessMode mode) override {
-    const std::string who = "session '" + printable(identity_.name) + "' from " + identity_.peer.text();
+  tl::expected<std::unique_ptr<rnbd::OpenDevice>, rnbd::OpenError> open(
+      std::string_view name, wire::AccessMode mode) override {
+    const std::string who =
+        "session '" + printable(identity_.name) + "' from " + identity_.peer.text();
     const auto found = registry_.volumes_.find(name);
     // To a client, a volume it may not open and one that does not exist look the same.
     if (found == registry_.volumes_.end()) {
-      return tl::unexpected(rnbd::OpenError{ENOENT, "there is no volume '" + printable(name) + "'"});
+      return tl::unexpected(
+          rnbd::OpenError{ENOENT, "there is no volume '" + printable(name) + "'"});
     }
     Volume& volume = found->second;
     if (!volume.rules.allow(identity_.peer, identity_.name)) {
@@ -74,8 +84,8 @@ class VolumeRegistry::View final : public rnbd::Volumes {
           rnbd::OpenError{ENOENT, "volume " + volume.name + ": 'allow:' has no rule for " + who});
     }
     if (mode != wire::AccessMode::read_only && volume.backing->properties().read_only) {
-      return tl::unexpected(
-          rnbd::OpenError{EROFS, "volume " + volume.name + ": is read-only, asked for " + mode_text(mode)});
+      return tl::unexpected(rnbd::OpenError{
+          EROFS, "volume " + volume.name + ": is read-only, asked for " + mode_text(mode)});
     }
     {
       const std::lock_guard lock(registry_.mutex_);
@@ -90,7 +100,8 @@ class VolumeRegistry::View final : public rnbd::Volumes {
       const std::lock_guard lock(registry_.mutex_);
       volume.opened.insert(&opened->device());
     }
-    registry_.log_(LogLevel::debug, "volume " + volume.name + ": opened (" + mode_text(mode) + ") by " + who);
+    registry_.log_(LogLevel::debug,
+                   "volume " + volume.name + ": opened (" + mode_text(mode) + ") by " + who);
     return opened;
   }
 
@@ -101,7 +112,8 @@ class VolumeRegistry::View final : public rnbd::Volumes {
   RingFiles& files_;
 };
 
-tl::expected<void, std::string> VolumeRegistry::add(const config::Volume& volume, SystemCalls& calls) {
+tl::expected<void, std::string> VolumeRegistry::add(const config::Volume& volume,
+                                                    SystemCalls& calls) {
   const auto refuse = [&volume](const std::string& why) {
     return tl::unexpected("volume " + volume.name + ": " + why);
   };
@@ -119,7 +131,8 @@ tl::expected<void, std::string> VolumeRegistry::add(const config::Volume& volume
   auto backing = Backing::open(volume, log_, calls);
   if (!backing) return refuse(backing.error());
   log_(LogLevel::info, "volume " + volume.name + ": " + (*backing)->description());
-  volumes_.emplace(volume.name, Volume{volume.name, std::move(*backing), std::move(*rules), {}, {}});
+  volumes_.emplace(volume.name,
+                   Volume{volume.name, std::move(*backing), std::move(*rules), {}, {}});
   return {};
 }
 
@@ -130,8 +143,8 @@ bool VolumeRegistry::any_through_ring() const {
   return false;
 }
 
-std::unique_ptr<rnbd::Volumes> VolumeRegistry::view(const rtrs::SessionIdentity& identity, Reactor& reactor,
-                                                    RingFiles& files) {
+std::unique_ptr<rnbd::Volumes> VolumeRegistry::view(const rtrs::SessionIdentity& identity,
+                                                    Reactor& reactor, RingFiles& files) {
   return std::make_unique<View>(*this, identity, reactor, files);
 }
 

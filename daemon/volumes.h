@@ -8,9 +8,8 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <vector>
-
 #include <tl/expected.hpp>
+#include <vector>
 
 #include "config/config.h"
 #include "daemon/access_rules.h"
@@ -35,9 +34,11 @@ class VolumeRegistry {
   [[nodiscard]] bool any_through_ring() const;
 
   // One session's view. reactor and files are those of the session's thread and outlive it.
-  std::unique_ptr<rnbd::Volumes> view(const rtrs::SessionIdentity& identity, Reactor& reactor, RingFiles& files);
+  std::unique_ptr<rnbd::Volumes> view(const rtrs::SessionIdentity& identity, Reactor& reactor,
+                                      RingFiles& files);
 
-  // Volumes with requests that were not completed yet, as "NAME (N requests)", for a stop that does not end.
+  // Volumes with requests that were not completed yet, as "NAME (N requests)", for a stop that does
+  // not end.
   [[nodiscard]] std::vector<std::string> busy() const;
 
  private:

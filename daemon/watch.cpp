@@ -40,8 +40,8 @@ void Watch::Cancel::prepare(io_uring_sqe& entry) {
 }
 
 void Watch::Cancel::complete(int, uint32_t) {
-  // Whether the poll was cancelled, is just being completed (EALREADY) or was over before (ENOENT): its own
-  // completion ends the matter.
+  // Whether the poll was cancelled, is just being completed (EALREADY) or was over before (ENOENT):
+  // its own completion ends the matter.
   in_flight = false;
   watch_.free_if_quiet();
 }
@@ -58,7 +58,9 @@ void Watch::arm(Poll& poll) {
   reactor_.start(poll);
 }
 
-void Watch::want_output() { arm(output_); }
+void Watch::want_output() {
+  arm(output_);
+}
 
 void Watch::retire() {
   retired_ = true;
@@ -81,7 +83,8 @@ void Watch::tell() {
 
 void Watch::free_if_quiet() {
   if (!retired_ || telling_) return;
-  if (input_.in_flight || output_.in_flight || cancel_input_.in_flight || cancel_output_.in_flight) return;
+  if (input_.in_flight || output_.in_flight || cancel_input_.in_flight || cancel_output_.in_flight)
+    return;
   reactor_.release(this);
 }
 

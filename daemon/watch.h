@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Readiness of a file descriptor, told by the ring: one multishot poll for input, and a single poll for output
-// while somebody asks. On kernels without multishot polls the input poll is armed again each time.
+// Readiness of a file descriptor, told by the ring: one multishot poll for input, and a single poll
+// for output while somebody asks. On kernels without multishot polls the input poll is armed again
+// each time.
 //
-// The kernel's poll refers to the object and to the open file, so letting go takes two steps: retire()
-// cancels the polls, and the object frees itself when the last of them has ended.
+// The kernel's poll refers to the object and to the open file, so letting go takes two steps:
+// retire() cancels the polls, and the object frees itself when the last of them has ended.
 #pragma once
 
 #include <functional>
@@ -20,15 +21,17 @@ class Watch final : public Lingering {
   };
   using Pointer = std::unique_ptr<Watch, Retire>;
 
-  // on_ready is called on the reactor's thread when fd is readable, writable (if asked for), or in error.
+  // on_ready is called on the reactor's thread when fd is readable, writable (if asked for), or in
+  // error.
   static Pointer make(Reactor& reactor, int fd, std::function<void()> on_ready);
   ~Watch() override = default;
 
   // One call of on_ready when fd can be written to.
   void want_output();
 
-  // The peer has said its last word. A poll tells of news only: when the end of the stream arrives together with
-  // the last bytes, no second call comes for it, so whoever reads must then read up to it.
+  // The peer has said its last word. A poll tells of news only: when the end of the stream arrives
+  // together with the last bytes, no second call comes for it, so whoever reads must then read up
+  // to it.
   [[nodiscard]] bool hung_up() const { return hung_up_; }
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Threads for system calls that sleep. Each volume has its own few, made when first needed, so that a device
-// that hangs holds up nobody else.
+// Threads for system calls that sleep. Each volume has its own few, made when first needed, so that
+// a device that hangs holds up nobody else.
 #pragma once
 
 #include <condition_variable>
@@ -18,7 +18,7 @@ namespace rtrsnbd::daemon {
 class Job : public Message {
  public:
   virtual void work() = 0;  // on a worker thread
-  // Message::run() follows on the reactor's thread.
+                            // Message::run() follows on the reactor's thread.
 
  private:
   friend class WorkerPool;
@@ -29,7 +29,8 @@ class Job : public Message {
 class WorkerPool {
  public:
   // name: of the threads, as ps shows them; cut to 15 bytes.
-  WorkerPool(std::string name, uint32_t threads_max) : name_(std::move(name)), threads_max_(threads_max) {}
+  WorkerPool(std::string name, uint32_t threads_max)
+      : name_(std::move(name)), threads_max_(threads_max) {}
   ~WorkerPool();  // waits for the jobs; no reactor may be running any more
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;

@@ -22,7 +22,8 @@ fabric::Address address(const char* text) {
   return {reinterpret_cast<sockaddr*>(&v6), sizeof v6};
 }
 
-bool allowed(const std::vector<config::AccessRule>& rules, const char* peer, const std::string& session) {
+bool allowed(const std::vector<config::AccessRule>& rules, const char* peer,
+             const std::string& session) {
   const auto made = AccessRules::make(rules);
   REQUIRE_MESSAGE(made.has_value(), made.error());
   return made->allow(address(peer), session);
@@ -30,7 +31,9 @@ bool allowed(const std::vector<config::AccessRule>& rules, const char* peer, con
 
 }  // namespace
 
-TEST_CASE("without-rules-somebody-is-kept-out") { CHECK(allowed({}, "192.0.2.1", "any")); }
+TEST_CASE("without-rules-somebody-is-kept-out") {
+  CHECK(allowed({}, "192.0.2.1", "any"));
+}
 
 TEST_CASE("an-address-outside-the-network-gets-in") {
   CHECK(allowed({{"192.0.2.0/24", ""}}, "192.0.2.255", "s"));
@@ -64,8 +67,9 @@ TEST_CASE("half-a-rule-is-enough") {
 }
 
 TEST_CASE("a-network-that-is-none-is-accepted") {
-  for (const char* text : {"", "192.0.2", "192.0.2.0/33", "192.0.2.0/", "192.0.2.0/x", "192.0.2.0/8/8", "::/129",
-                           "example.org", "192.0.2.0/-1", " 192.0.2.1"}) {
+  for (const char* text :
+       {"", "192.0.2", "192.0.2.0/33", "192.0.2.0/", "192.0.2.0/x", "192.0.2.0/8/8", "::/129",
+        "example.org", "192.0.2.0/-1", " 192.0.2.1"}) {
     CAPTURE(text);
     CHECK_FALSE(Network::parse(text).has_value());
   }

@@ -6,6 +6,8 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <thread>
+
 #include "tests/unit/daemon/support.h"
 
 using namespace rtrsnbd;
@@ -16,11 +18,13 @@ namespace {
 
 std::string refusal(const config::Volume& volume) {
   LogLines log;
-  const auto backing = Backing::open(volume, log.sink());
+  const auto backing = Backing::open(volume, log.sink(), kernel(), std::chrono::milliseconds(0));
   return backing ? "" : backing.error();
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 }  // namespace
 
@@ -54,10 +58,12 @@ TEST_CASE("a-size-that-cannot-be-served-whole-is-cut") {
 
 TEST_CASE("what-is-no-file-or-device-is-served") {
   const TemporaryDirectory directory("/var/tmp");
-  CHECK(contains(refusal(volume_at(directory.path())), "neither a regular file nor a block device"));
+  CHECK(
+      contains(refusal(volume_at(directory.path())), "neither a regular file nor a block device"));
   CHECK(contains(refusal(volume_at("/dev/null")), "neither a regular file nor a block device"));
   REQUIRE(mkfifo((directory / "pipe").c_str(), 0600) == 0);
-  CHECK(contains(refusal(volume_at(directory / "pipe")), "neither a regular file nor a block device"));
+  CHECK(contains(refusal(volume_at(directory / "pipe")),
+                 "neither a regular file nor a block device"));
   REQUIRE(make_file(directory / "empty", 0));
   CHECK(contains(refusal(volume_at(directory / "empty")), "is empty"));
   const std::string missing = refusal(volume_at(directory / "missing"));
@@ -174,6 +180,21 @@ TEST_CASE("another-daemon-s-lock-is-not-seen-or-outlives-it") {
   CHECK(refusal(volume_at(path)).empty());
   close(ready[0]);
   close(ready[1]);
+}
+
+TEST_CASE("a-lock-that-is-just-given-up-is-not-waited-for") {
+  const TemporaryDirectory directory("/var/tmp");
+  REQUIRE(make_file(directory / "image", 65536));
+  LogLines log;
+  auto first = Backing::open(volume_at(directory / "image"), log.sink());
+  REQUIRE(first.has_value());
+  std::thread leaver([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    first->reset();
+  });
+  const auto second = Backing::open(volume_at(directory / "image"), log.sink());
+  leaver.join();
+  CHECK(second.has_value());
 }
 
 TEST_CASE("a-block-device-in-use-is-taken") {

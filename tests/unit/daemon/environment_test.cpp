@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the system forbids is named, with the setting and the remedy. Each test runs in a child, which gives up
-// rights the test program needs.
+// What the system forbids is named, with the setting and the remedy. Each test runs in a child,
+// which gives up rights the test program needs.
 #include <doctest/doctest.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -28,7 +28,8 @@ std::string in_child(const std::function<std::string()>& body) {
   REQUIRE(child >= 0);
   if (child == 0) {
     const std::string text = body();
-    const bool written = write(fds[1], text.data(), text.size()) == static_cast<ssize_t>(text.size());
+    const bool written =
+        write(fds[1], text.data(), text.size()) == static_cast<ssize_t>(text.size());
     _exit(written ? 0 : 1);
   }
   close(fds[1]);
@@ -52,7 +53,8 @@ bool forbid_io_uring_setup(int error) {
       sock_filter BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<uint32_t>(error)),
       sock_filter BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
   const sock_fprog filter{static_cast<unsigned short>(program.size()), program.data()};
-  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
 }
 
 std::string ring_refusal(int error) {
@@ -74,7 +76,8 @@ constexpr uid_t nobody_else = 64321;  // locked memory is counted per user: one 
 std::string sessions_with_memlock(rlim_t limit) {
   return in_child([limit]() -> std::string {
     const rlimit locked{limit, limit};
-    if (setrlimit(RLIMIT_MEMLOCK, &locked) != 0 || setgid(nobody_else) != 0 || setuid(nobody_else) != 0) {
+    if (setrlimit(RLIMIT_MEMLOCK, &locked) != 0 || setgid(nobody_else) != 0 ||
+        setuid(nobody_else) != 0) {
       return "no rights";
     }
     try {
@@ -90,14 +93,17 @@ std::string sessions_with_memlock(rlim_t limit) {
         if (!sessions.back()) return "refused: " + reason;
         text += sessions.back()->registered_index() >= 0 ? "registered " : "plain ";
       }
-      return text + std::to_string(log.count(LogLevel::notice)) + ": " + log.text() + reactor.ring().missing();
+      return text + std::to_string(log.count(LogLevel::notice)) + ": " + log.text() +
+             reactor.ring().missing();
     } catch (const SetUpError& error) {
       return error.what();
     }
   });
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 }  // namespace
 
@@ -123,7 +129,8 @@ TEST_CASE("a-limit-of-locked-memory-ends-sessions-or-is-not-told") {
   const std::string none = sessions_with_memlock(64 << 10);
   CAPTURE(none);
   CHECK(contains(none, "plain plain plain 1: "));
-  CHECK(contains(none, "a session needs 2.0 MiB of locked memory and the limit for all sessions is 0.0 MiB"));
+  CHECK(contains(
+      none, "a session needs 2.0 MiB of locked memory and the limit for all sessions is 0.0 MiB"));
   CHECK(contains(none, "LimitMEMLOCK="));
   CHECK(contains(none, "small queues, as locked memory is limited to 64 KiB"));
   const std::string two = sessions_with_memlock(5 << 20);

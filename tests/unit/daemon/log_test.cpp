@@ -75,7 +75,8 @@ TEST_CASE("somebody-else-s-stream-is-taken-for-the-journal") {
   CHECK(is_journal(pipe.in.get(), (device + ":" + inode).c_str()));
   CHECK_FALSE(is_journal(pipe.in.get(), (device + ":" + inode + "1").c_str()));
   CHECK_FALSE(is_journal(pipe.in.get(), nullptr));
-  for (const char* text : {"", ":", "x:y", "1", "1:", ":1"}) CHECK_FALSE(is_journal(pipe.in.get(), text));
+  for (const char* text : {"", ":", "x:y", "1", "1:", ":1"})
+    CHECK_FALSE(is_journal(pipe.in.get(), text));
 }
 
 TEST_CASE("a-reader-that-stopped-holds-up-the-writer") {
@@ -101,7 +102,9 @@ TEST_CASE("the-same-line-floods-the-log") {
   // A peer that tries 13 times a second, for ten minutes, each time from another port.
   for (int i = 0; i < 10 * 60 * 13; ++i) {
     now += std::chrono::milliseconds(77);
-    if (filter.admit(LogLevel::warning, "peer 192.0.2.1:" + std::to_string(1000 + i) + " refused", now)) ++written;
+    if (filter.admit(LogLevel::warning, "peer 192.0.2.1:" + std::to_string(1000 + i) + " refused",
+                     now))
+      ++written;
     for (const auto& [level, text] : filter.due(now, false)) {
       CHECK(level == LogLevel::warning);
       CHECK(text.find("more like it") != std::string::npos);
@@ -112,7 +115,8 @@ TEST_CASE("the-same-line-floods-the-log") {
   CHECK(summaries >= 9);
   CHECK(summaries <= 11);
   for (const auto& [level, text] : filter.due(now, true)) last = text;
-  CHECK(last.find(":" + std::to_string(1000 + 10 * 60 * 13 - 1)) != std::string::npos);  // the last attempt is there
+  CHECK(last.find(":" + std::to_string(1000 + 10 * 60 * 13 - 1)) !=
+        std::string::npos);  // the last attempt is there
   // After a quiet minute it is news again.
   now += 3min;
   CHECK(filter.due(now, false).empty());
@@ -124,9 +128,11 @@ TEST_CASE("different-lines-are-taken-for-one") {
   const TimePoint now{};
   for (int i = 0; i < 50; ++i) {
     const std::string letter(1, static_cast<char>('a' + i % 26));
-    CHECK(filter.admit(i < 26 ? LogLevel::warning : LogLevel::error, "volume " + letter + ": failed", now));
+    CHECK(filter.admit(i < 26 ? LogLevel::warning : LogLevel::error,
+                       "volume " + letter + ": failed", now));
   }
-  for (int i = 0; i < 99; ++i) CHECK(filter.admit(LogLevel::info, "session c" + std::to_string(i) + " is up", now));
+  for (int i = 0; i < 99; ++i)
+    CHECK(filter.admit(LogLevel::info, "session c" + std::to_string(i) + " is up", now));
 }
 
 TEST_CASE("made-up-names-fill-the-memory-of-the-log") {

@@ -15,13 +15,15 @@ TEST_CASE("chunk-memory-is-dirty-misaligned-or-too-short") {
   Reactor reactor;
   MemoryBudget budget(uint64_t{1} << 30);
   ChunkAllocator allocator(reactor, budget, false, [](LogLevel, std::string_view) {});
-  for (const size_t bytes : {size_t{1}, size_t{4096}, size_t{5000}, size_t{2} << 20, size_t{17301504}}) {
+  for (const size_t bytes :
+       {size_t{1}, size_t{4096}, size_t{5000}, size_t{2} << 20, size_t{17301504}}) {
     std::string reason;
     const auto chunks = allocator.allocate(bytes, reason);
     REQUIRE(chunks);
     CHECK(chunks->bytes().size() == bytes);
     CHECK(reinterpret_cast<uintptr_t>(chunks->bytes().data()) % 4096 == 0);
-    CHECK(std::all_of(chunks->bytes().begin(), chunks->bytes().end(), [](std::byte b) { return b == std::byte{0}; }));
+    CHECK(std::all_of(chunks->bytes().begin(), chunks->bytes().end(),
+                      [](std::byte b) { return b == std::byte{0}; }));
     std::fill(chunks->bytes().begin(), chunks->bytes().end(), std::byte{0xaa});
   }
   CHECK(budget.used() == 0);
@@ -37,7 +39,9 @@ TEST_CASE("the-memory-limit-is-exceeded-or-refuses-without-numbers") {
   REQUIRE(first);
   REQUIRE(second);
   CHECK_FALSE(allocator.allocate(size_t{16} << 20, reason));
-  CHECK(reason == "memory limit: the session needs 16.0 MiB, 32.0 MiB are in use and 'max-memory' is 40.0 MiB");
+  CHECK(
+      reason ==
+      "memory limit: the session needs 16.0 MiB, 32.0 MiB are in use and 'max-memory' is 40.0 MiB");
   first.reset();
   CHECK(allocator.allocate(size_t{16} << 20, reason));
 }

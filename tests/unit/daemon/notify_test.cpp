@@ -50,8 +50,8 @@ TEST_CASE("the-service-manager-is-not-told") {
 
 TEST_CASE("a-missing-or-senseless-notify-socket-does-harm") {
   const std::string too_long(200, 'x');
-  for (const std::string& name : {std::string(), std::string("/"), std::string("relative"), "/" + too_long,
-                                  std::string("/nowhere/at/all")}) {
+  for (const std::string& name : {std::string(), std::string("/"), std::string("relative"),
+                                  "/" + too_long, std::string("/nowhere/at/all")}) {
     Notifier(name.c_str()).send("READY=1");
   }
   Notifier(nullptr).send("READY=1");

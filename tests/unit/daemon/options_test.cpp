@@ -8,7 +8,9 @@
 using namespace rtrsnbd::daemon;
 
 namespace {
-auto parse(std::vector<const char*> arguments) { return parse_options(arguments); }
+auto parse(std::vector<const char*> arguments) {
+  return parse_options(arguments);
+}
 }  // namespace
 
 TEST_CASE("the-command-line-is-misread") {

@@ -12,7 +12,8 @@ using namespace rtrsnbd::daemon;
 
 namespace {
 
-constexpr KernelLevel levels[] = {KernelLevel::newest, KernelLevel::v6_0, KernelLevel::v5_19, KernelLevel::v5_15};
+constexpr KernelLevel levels[] = {KernelLevel::newest, KernelLevel::v6_0, KernelLevel::v5_19,
+                                  KernelLevel::v5_15};
 
 class Nop final : public Operation {
  public:
@@ -159,7 +160,8 @@ TEST_CASE("a-deadline-moved-forward-while-sleeping-is-missed") {
     }
     reactor.post([&] {
       for (int i = 0; i < 50; ++i) {
-        reactor.arm(*alarms[static_cast<size_t>(i)], Clock::now() + std::chrono::milliseconds(60 - i));
+        reactor.arm(*alarms[static_cast<size_t>(i)],
+                    Clock::now() + std::chrono::milliseconds(60 - i));
       }
     });
     reactor.run();
@@ -222,8 +224,10 @@ TEST_CASE("an-older-kernel-is-not-named") {
   for (const KernelLevel level : levels) {
     const Ring ring({.level = level});
     CAPTURE(ring.missing());
-    if (level != KernelLevel::newest) CHECK(ring.missing().find("DEFER_TASKRUN") != std::string::npos);
-    if (level == KernelLevel::v5_15) CHECK(ring.missing().find("sparse buffer") != std::string::npos);
+    if (level != KernelLevel::newest)
+      CHECK(ring.missing().find("DEFER_TASKRUN") != std::string::npos);
+    if (level == KernelLevel::v5_15)
+      CHECK(ring.missing().find("sparse buffer") != std::string::npos);
   }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The store against a shadow: whatever is written, zeroed, discarded and read, on every kind of backing, has
-// to look the same as in plain memory. A failure prints its seed; RTRSD_TEST_SEED replays it.
+// The store against a shadow: whatever is written, zeroed, discarded and read, on every kind of
+// backing, has to look the same as in plain memory. A failure prints its seed; RTRSD_TEST_SEED
+// replays it.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -17,7 +18,8 @@ using wire::RnbdOp;
 namespace {
 
 uint64_t seed() {
-  if (const char* given = std::getenv("RTRSD_TEST_SEED"); given != nullptr) return std::strtoull(given, nullptr, 10);
+  if (const char* given = std::getenv("RTRSD_TEST_SEED"); given != nullptr)
+    return std::strtoull(given, nullptr, 10);
   return std::random_device{}();
 }
 
@@ -112,8 +114,8 @@ struct Operation {
 };
 
 // steps rounds, each of up to `depth` requests in flight at once on ranges that do not overlap.
-void compare_with_shadow(const config::Volume& volume, KernelLevel level, bool reluctant, uint64_t its_seed,
-                         int steps) {
+void compare_with_shadow(const config::Volume& volume, KernelLevel level, bool reluctant,
+                         uint64_t its_seed, int steps) {
   CAPTURE(its_seed);
   CAPTURE(volume.path);
   constexpr uint64_t slot_bytes = 512 * 1024;
@@ -138,9 +140,16 @@ void compare_with_shadow(const config::Volume& volume, KernelLevel level, bool r
     uint64_t tag = 0;
     const auto position = [&]() -> uint64_t {
       // Half of them at the edges: the ends, and around 4 KiB and the largest request.
-      const uint64_t edges[] = {0, block, 4096 - block, 4096, 4096 + block, size / 2 / block * block,
-                                size - std::min(size, uint64_t{4096}), size - block};
-      const uint64_t chosen = random() % 2 == 0 ? edges[random() % std::size(edges)] : random() % size;
+      const uint64_t edges[] = {0,
+                                block,
+                                4096 - block,
+                                4096,
+                                4096 + block,
+                                size / 2 / block * block,
+                                size - std::min(size, uint64_t{4096}),
+                                size - block};
+      const uint64_t chosen =
+          random() % 2 == 0 ? edges[random() % std::size(edges)] : random() % size;
       return std::min(chosen, size - block) / block * block;
     };
     for (int step = 0; step < steps; ++step) {
@@ -148,19 +157,23 @@ void compare_with_shadow(const config::Volume& volume, KernelLevel level, bool r
       const uint64_t wanted = 1 + random() % depth;
       for (uint64_t i = 0; i < wanted; ++i) {
         const uint64_t offset = position();
-        const uint64_t lengths[] = {block, 2 * block, 4096, 4096 + block, 65536, 131072, slot_bytes};
-        uint64_t length = random() % 2 == 0 ? lengths[random() % std::size(lengths)] : random() % slot_bytes;
+        const uint64_t lengths[] = {block, 2 * block, 4096,      4096 + block,
+                                    65536, 131072,    slot_bytes};
+        uint64_t length =
+            random() % 2 == 0 ? lengths[random() % std::size(lengths)] : random() % slot_bytes;
         length = std::max(block, std::min({length, size - offset, slot_bytes}) / block * block);
-        const bool overlaps = std::any_of(operations.begin(), operations.end(), [&](const auto& other) {
-          return offset < other->request.offset + other->request.length &&
-                 other->request.offset < offset + length;
-        });
+        const bool overlaps =
+            std::any_of(operations.begin(), operations.end(), [&](const auto& other) {
+              return offset < other->request.offset + other->request.length &&
+                     other->request.offset < offset + length;
+            });
         if (overlaps) continue;
         auto operation = std::make_unique<Operation>();
         operation->slot = i;
         Request& request = operation->request;
-        const RnbdOp ops[] = {RnbdOp::read, RnbdOp::read, RnbdOp::write, RnbdOp::write, RnbdOp::write_zeroes,
-                              can_discard ? RnbdOp::discard : RnbdOp::read};
+        const RnbdOp ops[] = {RnbdOp::read,         RnbdOp::read,
+                              RnbdOp::write,        RnbdOp::write,
+                              RnbdOp::write_zeroes, can_discard ? RnbdOp::discard : RnbdOp::read};
         request.op = ops[random() % std::size(ops)];
         request.offset = offset;
         request.length = length;
@@ -185,10 +198,17 @@ void compare_with_shadow(const config::Volume& volume, KernelLevel level, bool r
         REQUIRE(request.completions == 1);
         REQUIRE(request.error == 0);
         switch (request.op) {
-          case RnbdOp::write: shadow.write(request.offset, request.data, request.length); break;
-          case RnbdOp::write_zeroes: shadow.zero(request.offset, request.length); break;
-          case RnbdOp::discard: shadow.discard(request.offset, request.length); break;
-          default: REQUIRE(shadow.differs(request.offset, request.data, request.length) == request.length);
+          case RnbdOp::write:
+            shadow.write(request.offset, request.data, request.length);
+            break;
+          case RnbdOp::write_zeroes:
+            shadow.zero(request.offset, request.length);
+            break;
+          case RnbdOp::discard:
+            shadow.discard(request.offset, request.length);
+            break;
+          default:
+            REQUIRE(shadow.differs(request.offset, request.data, request.length) == request.length);
         }
       }
     }
@@ -198,7 +218,8 @@ void compare_with_shadow(const config::Volume& volume, KernelLevel level, bool r
     const Fd reader(open(volume.path.c_str(), O_RDONLY | O_CLOEXEC));
     REQUIRE(static_cast<bool>(reader));
     for (uint64_t done = 0; done < size;) {
-      const ssize_t count = pread(reader.get(), all.data() + done, size - done, static_cast<off_t>(done));
+      const ssize_t count =
+          pread(reader.get(), all.data() + done, size - done, static_cast<off_t>(done));
       REQUIRE(count > 0);
       done += static_cast<uint64_t>(count);
     }
@@ -220,7 +241,8 @@ void all_ways(const std::function<config::Volume(uint64_t size, int number)>& ma
   for (const uint64_t size : sizes) {
     for (const KernelLevel level : {KernelLevel::newest, KernelLevel::v5_15}) {
       for (const bool reluctant : {false, true}) {
-        compare_with_shadow(make(size, number), level, reluctant, first_seed + static_cast<uint64_t>(number), steps);
+        compare_with_shadow(make(size, number), level, reluctant,
+                            first_seed + static_cast<uint64_t>(number), steps);
         ++number;
       }
     }
@@ -271,9 +293,10 @@ TEST_CASE("a block device differs from its shadow") {
     uint32_t volume_block;
     config::Direct direct;
   };
-  for (const Kind kind : {Kind{512, 0, config::Direct::automatic}, Kind{4096, 0, config::Direct::automatic},
-                          Kind{512, 4096, config::Direct::on}, Kind{4096, 512, config::Direct::automatic},
-                          Kind{512, 0, config::Direct::off}}) {
+  for (const Kind kind :
+       {Kind{512, 0, config::Direct::automatic}, Kind{4096, 0, config::Direct::automatic},
+        Kind{512, 4096, config::Direct::on}, Kind{4096, 512, config::Direct::automatic},
+        Kind{512, 0, config::Direct::off}}) {
     std::vector<std::unique_ptr<LoopDevice>> devices;
     bool missing = false;
     {
@@ -293,8 +316,9 @@ TEST_CASE("a block device differs from its shadow") {
     all_ways(
         [&](uint64_t size, int number) {
           const std::string file =
-              directory / (std::to_string(kind.device_block) + "-" + std::to_string(kind.volume_block) + "-" +
-                           std::to_string(static_cast<int>(kind.direct)) + "-" + std::to_string(number));
+              directory /
+              (std::to_string(kind.device_block) + "-" + std::to_string(kind.volume_block) + "-" +
+               std::to_string(static_cast<int>(kind.direct)) + "-" + std::to_string(number));
           REQUIRE(make_file(file, size));
           devices.clear();
           devices.push_back(std::make_unique<LoopDevice>(file, kind.device_block));

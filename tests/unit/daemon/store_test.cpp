@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Requests that fail, and requests that must not.
-#include "daemon/store_device.h"
-
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "daemon/store_device.h"
 #include "tests/unit/daemon/support.h"
 
 using namespace rtrsnbd;
@@ -162,8 +161,8 @@ TEST_CASE("flushes-that-could-share-one-fdatasync-do-not-or-share-one-that-began
   const Opened volume(rig, on_disk(directory, config::Direct::off), calls);
   std::thread first([&] { CHECK(volume.backing->flush() == 0); });
   calls.wait_until_started(1);
-  // These come while it runs: it may have begun before their writes, so it does not count for them, but
-  // one more can serve them all.
+  // These come while it runs: it may have begun before their writes, so it does not count for them,
+  // but one more can serve them all.
   std::atomic<int> entered{0};
   std::vector<std::thread> others;
   for (int i = 0; i < 8; ++i) {
@@ -178,7 +177,8 @@ TEST_CASE("flushes-that-could-share-one-fdatasync-do-not-or-share-one-that-began
   first.join();
   for (std::thread& other : others) other.join();
   CHECK(calls.started >= 2);
-  CHECK(calls.started <= 4);  // 2, unless this machine kept a thread waiting for a tenth of a second
+  CHECK(calls.started <=
+        4);  // 2, unless this machine kept a thread waiting for a tenth of a second
 }
 
 TEST_CASE("a-durable-write-that-failed-leaves-the-volume-trusted") {
@@ -247,7 +247,8 @@ TEST_CASE("an-error-of-the-disk-turns-into-another-or-is-lost") {
     Failing calls;
     StoreRig rig;
     const Opened volume(rig, on_disk(directory, direct), calls);
-    for (const auto& [given, expected] : {std::pair{EIO, EIO}, {ENOSPC, ENOSPC}, {EDQUOT, ENOSPC}, {EINVAL, EIO}}) {
+    for (const auto& [given, expected] :
+         {std::pair{EIO, EIO}, {ENOSPC, ENOSPC}, {EDQUOT, ENOSPC}, {EINVAL, EIO}}) {
       calls.ring_write_error = given;
       calls.write_error = given;
       // EINVAL of a call that may not sleep means "not that way"; then the ring says it.
@@ -280,7 +281,8 @@ TEST_CASE("zeroing-without-help-of-the-filesystem-fails-or-keeps-asking-for-it")
     CHECK(rig.run(*volume.device, RnbdOp::read, 0, 65536) == 0);
     CHECK(std::count(rig.memory(), rig.memory() + 65536, std::byte{0x55}) == 1024);
     CHECK(std::count(rig.memory(), rig.memory() + 65536, std::byte{0}) == 65536 - 1024);
-    // It was advertised: from now on a discard does nothing, quietly, rather than fail a filesystem.
+    // It was advertised: from now on a discard does nothing, quietly, rather than fail a
+    // filesystem.
     CHECK(rig.run(*volume.device, RnbdOp::discard, 0, 4096) == 0);
     CHECK(rig.run(*volume.device, RnbdOp::discard, 0, 4096) == 0);
     CHECK(rig.log.count(LogLevel::warning, "does not support discard") == 1);
@@ -310,8 +312,14 @@ TEST_CASE("a-request-outside-the-volume-or-misaligned-reaches-the-file") {
     uint64_t length;
   };
   for (const RnbdOp op : {RnbdOp::read, RnbdOp::write, RnbdOp::discard, RnbdOp::write_zeroes}) {
-    for (const Range range : {Range{65536, 512}, {65024, 1024}, {0, 66048}, {UINT64_MAX - 511, 512},
-                              {UINT64_MAX - 511, 1024}, {1, 512}, {0, 511}, {512, UINT64_MAX - 1023}}) {
+    for (const Range range : {Range{65536, 512},
+                              {65024, 1024},
+                              {0, 66048},
+                              {UINT64_MAX - 511, 512},
+                              {UINT64_MAX - 511, 1024},
+                              {1, 512},
+                              {0, 511},
+                              {512, UINT64_MAX - 1023}}) {
       CAPTURE(range.offset);
       CAPTURE(range.length);
       CHECK(rig.run(*volume.device, op, range.offset, range.length) == EINVAL);
@@ -350,7 +358,8 @@ TEST_CASE("a-read-only-volume-is-changed") {
   description.read_only = true;
   StoreRig rig;
   const Opened volume(rig, description);
-  for (const RnbdOp op : {RnbdOp::write, RnbdOp::discard, RnbdOp::write_zeroes, RnbdOp::secure_erase}) {
+  for (const RnbdOp op :
+       {RnbdOp::write, RnbdOp::discard, RnbdOp::write_zeroes, RnbdOp::secure_erase}) {
     CHECK(rig.run(*volume.device, op, 0, 4096) == EPERM);
   }
   CHECK(rig.run(*volume.device, RnbdOp::read, 0, 4096) == 0);
@@ -422,7 +431,8 @@ TEST_CASE("a-block-device-that-returns-eio-is-not-reported-or-spoils-its-neighbo
     MESSAGE("skipped: no right to mount a tmpfs here");
     return;
   }
-  // The file under the loop device is larger than the room it has: writes beyond that fail with EIO.
+  // The file under the loop device is larger than the room it has: writes beyond that fail with
+  // EIO.
   REQUIRE(make_file(small / "disk", uint64_t{16} << 20));
   const LoopDevice device(small / "disk", 512);
   if (!device) {
@@ -453,12 +463,14 @@ TEST_CASE("ranges-beyond-two-gibibytes-are-cut") {
   const Opened volume(rig, description);
   std::memset(rig.memory(), 0x11, 1 << 20);
   const uint64_t gibibyte = uint64_t{1} << 30;
-  for (const uint64_t length : {2 * gibibyte - 512, 2 * gibibyte, 2 * gibibyte + 512, 4 * gibibyte - 512}) {
+  for (const uint64_t length :
+       {2 * gibibyte - 512, 2 * gibibyte, 2 * gibibyte + 512, 4 * gibibyte - 512}) {
     for (const RnbdOp op : {RnbdOp::discard, RnbdOp::write_zeroes}) {
       const uint64_t begin = 4096;
       // Marks at both ends, inside and outside.
       const uint64_t marks[] = {begin - 512, begin, begin + length - 512, begin + length};
-      for (const uint64_t mark : marks) CHECK(rig.run(*volume.device, RnbdOp::write, mark, 512) == 0);
+      for (const uint64_t mark : marks)
+        CHECK(rig.run(*volume.device, RnbdOp::write, mark, 512) == 0);
       CHECK(rig.run(*volume.device, op, begin, length) == 0);
       for (const uint64_t mark : marks) {
         const bool inside = mark >= begin && mark < begin + length;

@@ -70,7 +70,8 @@ inline bool make_file(const std::string& path, uint64_t size) {
   return fd && ftruncate(fd.get(), static_cast<off_t>(size)) == 0;
 }
 
-// A tmpfs of its own that no directory shows; gone when the object is. Empty without the right to mount.
+// A tmpfs of its own that no directory shows; gone when the object is. Empty without the right to
+// mount.
 class PrivateTmpfs {
  public:
   explicit PrivateTmpfs(const std::string& size) {
@@ -89,7 +90,8 @@ class PrivateTmpfs {
   Fd root_;
 };
 
-// A loop device over a file; the kernel lets it go with the last user. Empty without the right to make one.
+// A loop device over a file; the kernel lets it go with the last user. Empty without the right to
+// make one.
 class LoopDevice {
  public:
   LoopDevice(const std::string& file, uint32_t block_size) {
@@ -192,7 +194,8 @@ class StoreRig {
     run(device, std::vector<Request*>{&request});
     return request.error;
   }
-  int run(StoreDevice& device, wire::RnbdOp op, uint64_t offset, uint64_t length, bool fua = false) {
+  int run(StoreDevice& device, wire::RnbdOp op, uint64_t offset, uint64_t length,
+          bool fua = false) {
     Request request;
     request.op = op;
     request.offset = offset;

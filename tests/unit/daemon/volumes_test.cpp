@@ -22,7 +22,9 @@ rtrs::SessionIdentity identity(const char* address, const std::string& name) {
   return {{}, name, fabric::Address(reinterpret_cast<sockaddr*>(&peer), sizeof peer)};
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 struct Rig {
   Rig() : directory("/var/tmp") {}
@@ -33,7 +35,8 @@ struct Rig {
   TemporaryDirectory directory;
   StoreRig store;
   VolumeRegistry registry{store.log.sink()};
-  std::unique_ptr<rnbd::Volumes> view(const char* address = "192.0.2.1", const std::string& name = "client") {
+  std::unique_ptr<rnbd::Volumes> view(const char* address = "192.0.2.1",
+                                      const std::string& name = "client") {
     return registry.view(identity(address, name), store.reactor, store.files);
   }
 };
@@ -83,12 +86,13 @@ TEST_CASE("a-name-that-is-a-path-or-a-trick-opens-something") {
   const auto view = rig.view();
   const std::string path = rig.directory / "v";
   for (const std::string& name :
-       {path, std::string("../v"), std::string("./v"), std::string("v "), std::string("V"), std::string(),
-        std::string("v\0", 2), std::string("\x1b[31m\n%n"), std::string(254, 'x')}) {
+       {path, std::string("../v"), std::string("./v"), std::string("v "), std::string("V"),
+        std::string(), std::string("v\0", 2), std::string("\x1b[31m\n%n"), std::string(254, 'x')}) {
     const auto opened = view->open(name, AccessMode::read_only);
     REQUIRE_FALSE(opened.has_value());
     CHECK(opened.error().error == ENOENT);
-    for (const char character : opened.error().reason) CHECK(static_cast<unsigned char>(character) >= 0x20);
+    for (const char character : opened.error().reason)
+      CHECK(static_cast<unsigned char>(character) >= 0x20);
   }
 }
 
@@ -110,8 +114,10 @@ TEST_CASE("access-modes-are-counted-per-session-or-never-given-back") {
     REQUIRE(migrating.has_value());
     CHECK_FALSE(two->open("v", AccessMode::migration).has_value());
   }
-  CHECK(rig.store.log.count(LogLevel::debug, "volume v: opened (rw) by session 'one' from 192.0.2.1:4711") == 3);
-  CHECK(rig.store.log.count(LogLevel::debug, "volume v: closed (rw) by session 'one' from 192.0.2.1:4711") == 3);
+  CHECK(rig.store.log.count(LogLevel::debug,
+                            "volume v: opened (rw) by session 'one' from 192.0.2.1:4711") == 3);
+  CHECK(rig.store.log.count(LogLevel::debug,
+                            "volume v: closed (rw) by session 'one' from 192.0.2.1:4711") == 3);
 }
 
 TEST_CASE("a-read-only-volume-is-opened-for-writing") {
