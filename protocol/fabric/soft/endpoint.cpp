@@ -150,9 +150,9 @@ void SoftEndpoint::flush(Wait wait) {
 // looks at again before it leaves, so nothing stays behind; they wait for it only if they asked to.
 void SoftEndpoint::flush_locked(std::unique_lock<std::mutex>& lock, Wait wait) {
   if (!queue_ || held_) return;
+  const uint64_t target = queue_->posted_bytes();
   if (sending_) {
     if (wait == Wait::no) return;
-    const uint64_t target = queue_->posted_bytes();
     ++send_waiters_;
     changed_.wait(lock, [&] { return !sending_ || send_over_ || queue_->sent_bytes() >= target; });
     --send_waiters_;
@@ -174,7 +174,11 @@ void SoftEndpoint::flush_locked(std::unique_lock<std::mutex>& lock, Wait wait) {
     if (sent >= 0) {
       queue_->sent(static_cast<size_t>(sent));
       bytes_sent_.fetch_add(static_cast<uint64_t>(sent), std::memory_order_relaxed);
-      if (send_waiters_ > 0) changed_.notify_all();
+      if (send_waiters_ > 0) {
+        changed_.notify_all();
+        // Ours is sent: one of them goes on. Else the others' work could keep us here for ever.
+        if (wait == Wait::yes && queue_->sent_bytes() >= target) break;
+      }
       if (static_cast<size_t>(sent) == bytes) continue;
     } else if (!would_block(error)) {
       send_error_ = error;
