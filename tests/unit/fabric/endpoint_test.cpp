@@ -675,6 +675,44 @@ TEST_CASE(
   CHECK(echo.reason == DisconnectReason::closed_by_peer);
 }
 
+TEST_CASE("a sender is not kept sending for the others once its own is sent") {
+  Pair pair;
+  pair.connect();
+  pair.greet();
+  const Bytes data = counting(64 << 20, 5);
+  Bytes target(data.size());
+  const auto region =
+      pair.server_domain->register_region(target.data(), target.size(), Access::remote_write);
+  const auto send = [&](size_t length) {
+    const Segment segment{data.data(), length, nullptr};
+    pair.client->post_send({.kind = SendKind::write,
+                            .rkey = region->rkey(),
+                            .remote_address = region->remote_address(),
+                            .segments = {&segment, 1}});
+    pair.client->flush(Wait::yes);
+  };
+  // The server does not read yet: one fills the socket and sleeps, the other waits behind it.
+  constexpr size_t own = 12 << 20;
+  std::atomic<bool> returned{false};
+  std::thread sender([&] {
+    send(own);
+    returned = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  std::thread other([&] { send(data.size()); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  REQUIRE_FALSE(returned);
+  uint64_t received = 0;
+  while (pair.server->counters().bytes_received < own + data.size()) {
+    pair.server->progress(Wait::no, Clock::now());
+    if (!returned) received = pair.server->counters().bytes_received;
+    std::this_thread::sleep_for(std::chrono::microseconds(500));
+  }
+  sender.join();
+  other.join();
+  CHECK(received < own + data.size() / 2);
+}
+
 TEST_CASE("abort wakes a receiver that sleeps and a sender that waits") {
   Pair pair;
   pair.connect();
