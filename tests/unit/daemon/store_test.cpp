@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <fstream>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -453,6 +454,40 @@ TEST_CASE("a-block-device-that-returns-eio-is-not-reported-or-spoils-its-neighbo
   CHECK(rig.run(*volume.device, RnbdOp::read, 0, 1 << 20) == 0);
   CHECK(std::count(rig.memory(), rig.memory() + (1 << 20), std::byte{0x33}) == 1 << 20);
   CHECK(rig.run(*volume.device, RnbdOp::flush, 0, 0) == 0);
+}
+
+TEST_CASE("a-durable-command-does-not-flush-the-device-or-one-that-is-not-does") {
+  const TemporaryDirectory directory("/var/tmp");
+  REQUIRE(make_file(directory / "disk", 1 << 20));
+  const LoopDevice device(directory / "disk", 512);
+  if (!device) {
+    MESSAGE("skipped: no right to make loop devices here");
+    return;
+  }
+  const auto flushes = [&] {
+    std::ifstream statistics("/sys/block/" + device.path().substr(5) + "/stat");
+    uint64_t value = 0;
+    for (int field = 0; field < 16; ++field) REQUIRE(static_cast<bool>(statistics >> value));
+    return value;  // the sixteenth: flush requests completed
+  };
+  for (const config::Direct direct : {config::Direct::on, config::Direct::off}) {
+    StoreRig rig;
+    config::Volume description = volume_at(device.path());
+    description.direct = direct;
+    const Opened volume(rig, description);
+    for (const RnbdOp op : {RnbdOp::write, RnbdOp::write_zeroes, RnbdOp::discard}) {
+      CAPTURE(static_cast<int>(op));
+      const uint64_t before = flushes();
+      CHECK(rig.run(*volume.device, op, 0, 65536) == 0);
+      const uint64_t between = flushes();
+      CHECK(between == before);
+      CHECK(rig.run(*volume.device, op, 0, 65536, true) == 0);
+      CHECK(flushes() > between);
+    }
+    const uint64_t before = flushes();
+    CHECK(rig.run(*volume.device, RnbdOp::flush, 0, 0) == 0);
+    CHECK(flushes() > before);
+  }
 }
 
 TEST_CASE("ranges-beyond-two-gibibytes-are-cut") {
