@@ -87,6 +87,13 @@ class VolumeRegistry::View final : public rnbd::Volumes {
       return tl::unexpected(rnbd::OpenError{
           EROFS, "volume " + volume.name + ": is read-only, asked for " + mode_text(mode)});
     }
+    if (mode != wire::AccessMode::read_only && volume.backing->failed()) {
+      return tl::unexpected(rnbd::OpenError{
+          EIO, "volume " + volume.name +
+                   ": is FAILED since a flush failed, and can be opened for reading only until "
+                   "rtrsd is restarted; asked for " +
+                   mode_text(mode)});
+    }
     {
       const std::lock_guard lock(registry_.mutex_);
       if (const int error = volume.access.acquire(mode); error != 0) {

@@ -134,6 +134,37 @@ TEST_CASE("a-read-only-volume-is-opened-for-writing") {
   CHECK(view->open("v", AccessMode::read_only).has_value());
 }
 
+TEST_CASE("a-failed-volume-is-opened-for-writing") {
+  class Failing final : public SystemCalls {
+   public:
+    int fdatasync(int) override {
+      errno = EIO;
+      return -1;
+    }
+  };
+  Rig rig;
+  Failing calls;
+  REQUIRE(rig.registry.add(rig.file("v"), calls).has_value());
+  const auto view = rig.view();
+  {
+    auto writer = view->open("v", AccessMode::read_write);
+    REQUIRE(writer.has_value());
+    Request flush;
+    flush.op = wire::RnbdOp::flush;
+    flush.on_complete = [&] { rig.store.reactor.stop(); };
+    rig.store.reactor.post([&] { (*writer)->submit(flush); });
+    rig.store.reactor.run();
+    CHECK(flush.error == EIO);
+  }
+  for (const AccessMode mode : {AccessMode::read_write, AccessMode::migration}) {
+    const auto opened = view->open("v", mode);
+    REQUIRE_FALSE(opened.has_value());
+    CHECK(opened.error().error == EIO);
+    CHECK(contains(opened.error().reason, "FAILED"));
+  }
+  CHECK(view->open("v", AccessMode::read_only).has_value());
+}
+
 TEST_CASE("a-device-opened-for-reading-can-be-written") {
   Rig rig;
   REQUIRE(rig.registry.add(rig.file("v")).has_value());
