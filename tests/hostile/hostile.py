@@ -1265,9 +1265,10 @@ def _(ctx):
     return session.outcome_of_close(1)
 
 
-@case("rtrs-chunk-written-while-it-is-executed", "terminate 11/00", "ok", mode="new-rkey")
+@case("rtrs-chunk-written-while-it-is-executed", "terminate 11/00", "closed", "ok", mode="new-rkey")
 def _(ctx):
-    """NEW_RKEY mode: behind the immediate the old key is dead at once."""
+    """NEW_RKEY mode: behind the immediate the old key is dead at once. Without the Terminate if the write was
+    on its way into memory when the key was revoked."""
     session = ctx.session()
     connection = session.connections[1]
     image = good_write(session)
