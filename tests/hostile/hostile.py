@@ -2028,8 +2028,8 @@ def main():
     if watch:
         end = watch.settle(base)
         print("daemon before: %s after: %s" % (base, end))
-        # A volume's workers are started as they are needed, at most four each; there are two volumes.
-        for key, slack in (("rss", arguments.rss_slack), ("fds", 0), ("threads", 2 * 4)):
+        # The workers of the six volumes are started as they are needed, at most four each.
+        for key, slack in (("rss", arguments.rss_slack), ("fds", 0), ("threads", 6 * 4)):
             if (key != "rss" or slack) and end[key] > base[key] + slack:
                 failures += 1
                 print("FAIL %s of the daemon grew from %d to %d" % (key, base[key], end[key]))
