@@ -8,36 +8,14 @@
 #include <deque>
 
 #include "protocol/rnbd/client.h"
+#include "tests/fuzz/input.h"
 #include "tests/support/scripted_server.h"
 
 using namespace rtrsnbd;
+using test::expect;
+using test::FuzzInput;
 
 namespace {
-
-class Input {
- public:
-  Input(const uint8_t* data, size_t size) : data_(data), size_(size) {}
-  [[nodiscard]] bool empty() const { return size_ == 0; }
-  uint8_t byte() {
-    if (size_ == 0) return 0;
-    --size_;
-    return *data_++;
-  }
-  uint32_t word() {
-    uint32_t value = 0;
-    for (int i = 0; i < 4; ++i) value = value << 8 | byte();
-    return value;
-  }
-  std::vector<std::byte> bytes(size_t length) {
-    std::vector<std::byte> result(length);
-    for (auto& b : result) b = static_cast<std::byte>(byte());
-    return result;
-  }
-
- private:
-  const uint8_t* data_;
-  size_t size_;
-};
 
 struct Pending {
   test::Request request;
@@ -46,14 +24,10 @@ struct Pending {
   uint32_t permit = 0;
 };
 
-void expect(bool truth) {
-  if (!truth) std::abort();
-}
-
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  Input input(data, size);
+  FuzzInput input(data, size);
   const uint8_t mode = input.byte();
   test::MemoryFabricOptions options;
   options.rebind = (mode & 1) == 0;

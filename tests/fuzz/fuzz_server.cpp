@@ -11,10 +11,13 @@
 #include <vector>
 
 #include "protocol/rnbd/server.h"
+#include "tests/fuzz/input.h"
 #include "tests/support/memory_volumes.h"
 #include "tests/support/raw_client.h"
 
 using namespace rtrsnbd;
+using test::expect;
+using test::FuzzInput;
 using test::RawClient;
 using test::RawClientOptions;
 using test::ServerWorld;
@@ -22,32 +25,6 @@ using test::ServerWorld;
 namespace {
 
 constexpr int operations_max = 300;
-
-class Input {
- public:
-  Input(const uint8_t* data, size_t size) : data_(data), size_(size) {}
-  [[nodiscard]] bool empty() const { return size_ == 0; }
-  uint8_t byte() {
-    if (size_ == 0) return 0;
-    --size_;
-    return *data_++;
-  }
-  uint16_t half() { return static_cast<uint16_t>(byte() << 8 | byte()); }
-  uint32_t word() { return static_cast<uint32_t>(half()) << 16 | half(); }
-  std::vector<std::byte> bytes(size_t length) {
-    std::vector<std::byte> result(length);
-    for (auto& b : result) b = static_cast<std::byte>(byte());
-    return result;
-  }
-
- private:
-  const uint8_t* data_;
-  size_t size_;
-};
-
-void expect(bool truth) {
-  if (!truth) std::abort();
-}
 
 struct World {
   explicit World(uint8_t mode) : world(limits(mode), options(mode)) {
@@ -119,7 +96,7 @@ struct World {
     expect(good->read_memory[1] == data);
   }
 
-  void operation(Input& input);
+  void operation(FuzzInput& input);
 
   test::MemoryVolumes::Map volumes;  // outlives the server
   ServerWorld world;
@@ -128,7 +105,7 @@ struct World {
   uint32_t round = 0;
 };
 
-void World::operation(Input& input) {
+void World::operation(FuzzInput& input) {
   const uint8_t code = input.byte();
   const size_t which = code / 32 % bad.size();
   RawClient& client = *bad[which];
@@ -280,7 +257,7 @@ void World::operation(Input& input) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  Input input(data, size);
+  FuzzInput input(data, size);
   World world(input.byte());
   for (int i = 0; i < operations_max && !input.empty(); ++i) {
     world.operation(input);
