@@ -237,7 +237,9 @@ std::string Backing::inspect(const config::Volume& volume) {
   struct stat status {};
   if (stat(volume.path.c_str(), &status) != 0) {
     if (errno == ENOENT && volume.size != 0) {
-      if (stat(parent_of(volume.path).c_str(), &status) == 0) return {};
+      const std::string directory = parent_of(volume.path);
+      if (stat(directory.c_str(), &status) == 0) return {};
+      return "cannot create " + volume.path + ": " + directory + ": " + error_text(errno);
     }
     return explain_open(volume.path, errno, volume.read_only);
   }
