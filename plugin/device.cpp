@@ -38,7 +38,7 @@ BlockLocks::Guard::Guard(BlockLocks& locks, uint64_t offset, uint64_t length, bo
   const uint64_t first = offset / stripe_bytes;
   const uint64_t last = (offset + length - 1) / stripe_bytes;
   if (last - first + 1 >= stripe_count) {
-    mask_ = ~uint64_t{0};
+    mask_ = (uint64_t{1} << stripe_count) - 1;
   } else {
     for (uint64_t stripe = first; stripe <= last; ++stripe) mask_ |= uint64_t{1} << (stripe % stripe_count);
   }
@@ -92,8 +92,8 @@ tl::expected<std::unique_ptr<Device>, std::pair<int, std::string>> Device::open(
                                  : "another client has it open for writing (access=rw allows one, migration two), "
                                    "or it may only be read: try access=ro");
       default: {
-        char buffer[128];
-        return refuse(error, strerror_r(error, buffer, sizeof buffer));
+        const char* const text = strerrordesc_np(error);
+        return refuse(error, text != nullptr ? std::string(text) : "errno " + std::to_string(error));
       }
     }
   }

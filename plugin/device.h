@@ -48,7 +48,7 @@ class BlockLocks {
 
  private:
   static constexpr uint64_t stripe_bytes = 1 << 20;  // a multiple of every block size
-  static constexpr size_t stripe_count = 64;
+  static constexpr size_t stripe_count = 32;
   std::array<pthread_rwlock_t, stripe_count> stripes_;
 };
 

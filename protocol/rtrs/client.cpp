@@ -18,10 +18,11 @@ constexpr uint32_t receives_per_chunk = 2;
 constexpr uint64_t info_receive_id = ~uint64_t{0};
 
 std::string errno_text(int error) {
-  char buffer[128];
-  const char* text = strerror_r(error, buffer, sizeof buffer);
+  // Not strerror: inside nbdkit there are other threads, and no translations are wanted.
+  const char* text = strerrordesc_np(error);
   const char* name = strerrorname_np(error);
-  return std::string(text) + " (" + (name != nullptr ? name : std::to_string(error).c_str()) + ")";
+  return std::string(text != nullptr ? text : "unknown error") + " (" +
+         (name != nullptr ? std::string(name) : std::to_string(error)) + ")";
 }
 
 std::string refusal_text(int error) {

@@ -22,7 +22,8 @@ bool would_block(int error) {
 }
 
 std::string error_text(int error) {
-  return std::generic_category().message(error);
+  const char* const text = strerrordesc_np(error);  // no translation, and no lock of the locale
+  return text != nullptr ? text : "errno " + std::to_string(error);
 }
 
 // This CRC policy, between these two ends.
