@@ -30,7 +30,6 @@ inline constexpr uint32_t gather_penalty_max = 255;  // chances left out after a
 class Operation final : public rtrs::ClientRequest {
  public:
   void on_done(int error) override;
-  [[nodiscard]] int error() const { return error_; }
 
  private:
   friend class Lane;
