@@ -25,21 +25,16 @@ const char* mode_text(wire::AccessMode mode) {
 // reading.
 class VolumeRegistry::Opened final : public rnbd::OpenDevice {
  public:
-  Opened(VolumeRegistry& registry, Volume& volume, wire::AccessMode mode, std::string who,
-         Reactor& reactor, RingFiles& files)
+  Opened(VolumeRegistry& registry, Volume& volume, wire::AccessMode mode, Reactor& reactor,
+         RingFiles& files)
       : registry_(registry),
         volume_(volume),
         mode_(mode),
-        who_(std::move(who)),
         device_(volume.backing, reactor, files) {}
   ~Opened() override {
-    {
-      const std::lock_guard lock(registry_.mutex_);
-      volume_.access.release(mode_);
-      volume_.opened.erase(&device_);
-    }
-    registry_.log_(LogLevel::debug,
-                   "volume " + volume_.name + ": closed (" + mode_text(mode_) + ") by " + who_);
+    const std::lock_guard lock(registry_.mutex_);
+    volume_.access.release(mode_);
+    volume_.opened.erase(&device_);
   }
   [[nodiscard]] const rnbd::DeviceProperties& properties() const override {
     return device_.properties();
@@ -59,7 +54,6 @@ class VolumeRegistry::Opened final : public rnbd::OpenDevice {
   VolumeRegistry& registry_;
   Volume& volume_;
   const wire::AccessMode mode_;
-  const std::string who_;
   StoreDevice device_;
 };
 
@@ -102,13 +96,11 @@ class VolumeRegistry::View final : public rnbd::Volumes {
                        " have it open for writing already, asked for " + mode_text(mode)});
       }
     }
-    auto opened = std::make_unique<Opened>(registry_, volume, mode, who, reactor_, files_);
+    auto opened = std::make_unique<Opened>(registry_, volume, mode, reactor_, files_);
     {
       const std::lock_guard lock(registry_.mutex_);
       volume.opened.insert(&opened->device());
     }
-    registry_.log_(LogLevel::debug,
-                   "volume " + volume.name + ": opened (" + mode_text(mode) + ") by " + who);
     return opened;
   }
 
