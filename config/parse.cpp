@@ -474,7 +474,8 @@ void check_against_others(const Place& place, const Volume& volume,
                            " has the same name");
     }
     // Readers may share a backing; a writer has it alone.
-    if (!volume.path.empty() && volume.path == other.path && !(volume.read_only && other.read_only)) {
+    if (!volume.path.empty() && volume.path == other.path &&
+        !(volume.read_only && other.read_only)) {
       place.errors.add(place.node.line, place.key + ".path",
                        shown(volume.path) + ": the volume in line " + std::to_string(other.line) +
                            " has the same path");

@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A volume opened through a session: NBD-shaped operations of any size and alignment, turned into RNBD
-// requests. All methods may be called by many threads at once and block until done. Errors are positive
-// errnos as the server gave them, EIO where the session is lost.
+// A volume opened through a session: NBD-shaped operations of any size and alignment, turned into
+// RNBD requests. All methods may be called by many threads at once and block until done. Errors are
+// positive errnos as the server gave them, EIO where the session is lost.
 //
-// Alignment. The server takes whole logical blocks. A write or zero that begins or ends inside a block reads
-// that block, changes it and writes it back while no other write of this process can touch the block
-// (BlockLocks). Writers in other processes are not kept out; therefore the logical block is what is
-// advertised as the minimum block size, and smaller requests are a courtesy to clients that ignore it.
+// Alignment. The server takes whole logical blocks. A write or zero that begins or ends inside a
+// block reads that block, changes it and writes it back while no other write of this process can
+// touch the block (BlockLocks). Writers in other processes are not kept out; therefore the logical
+// block is what is advertised as the minimum block size, and smaller requests are a courtesy to
+// clients that ignore it.
 #pragma once
+
+#include <pthread.h>
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <pthread.h>
 #include <string>
-#include <utility>
-
 #include <tl/expected.hpp>
+#include <utility>
 
 #include "plugin/session.h"
 #include "protocol/rnbd/block_device.h"
@@ -25,8 +26,8 @@
 
 namespace rtrsnbd::plugin {
 
-// Whole-block writers share; a read-modify-write excludes them from the block it rewrites. Striped: two
-// distant offsets may share a lock, which costs time and nothing else.
+// Whole-block writers share; a read-modify-write excludes them from the block it rewrites. Striped:
+// two distant offsets may share a lock, which costs time and nothing else.
 class BlockLocks {
  public:
   BlockLocks();
@@ -55,9 +56,8 @@ class BlockLocks {
 class Device {
  public:
   // The error is an errno and a sentence that names server and volume.
-  static tl::expected<std::unique_ptr<Device>, std::pair<int, std::string>> open(std::shared_ptr<Session> session,
-                                                                                  const std::string& volume,
-                                                                                  wire::AccessMode access);
+  static tl::expected<std::unique_ptr<Device>, std::pair<int, std::string>> open(
+      std::shared_ptr<Session> session, const std::string& volume, wire::AccessMode access);
   ~Device();  // sends CLOSE if the session is alive
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
@@ -78,12 +78,13 @@ class Device {
   Device(std::shared_ptr<Session> session, std::string volume)
       : session_(std::move(session)), volume_(std::move(volume)) {}
 
-  int transfer(uint32_t lane, wire::RnbdOp op, std::byte* read_data, const std::byte* write_data, uint64_t length,
-               uint64_t offset, rnbd::IoFlags flags);
+  int transfer(uint32_t lane, wire::RnbdOp op, std::byte* read_data, const std::byte* write_data,
+               uint64_t length, uint64_t offset, rnbd::IoFlags flags);
   int special(uint32_t lane, wire::RnbdOp op, uint64_t length, uint64_t offset, uint64_t length_max,
               rnbd::IoFlags flags);
   // Changes a part of one block. data null: zeros.
-  int modify_block(uint32_t lane, const std::byte* data, uint32_t length, uint64_t offset, bool fua);
+  int modify_block(uint32_t lane, const std::byte* data, uint32_t length, uint64_t offset,
+                   bool fua);
 
   std::shared_ptr<Session> session_;
   const std::string volume_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which errno an NBD client gets. NBD knows few; nbdkit turns every other into "Invalid argument", which
-// would blame the client for the server's trouble. So all others become EIO here, in this one place.
+// Which errno an NBD client gets. NBD knows few; nbdkit turns every other into "Invalid argument",
+// which would blame the client for the server's trouble. So all others become EIO here, in this one
+// place.
 #pragma once
 
 #include <cerrno>

@@ -24,7 +24,9 @@ void futex_wake(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-void Operation::on_done(int error) { lane_->completed(*this, error); }
+void Operation::on_done(int error) {
+  lane_->completed(*this, error);
+}
 
 void Lane::link(Operation& operation) {
   operation.linked_ = true;
@@ -48,15 +50,16 @@ void Lane::completed(Operation& operation, int error) {
   uint32_t before;
   {
     const Lock lock(mutex_);
-    leader_receives_ = housekeeper_leads_;  // a request thread is awake now, and sends before it sleeps again
+    leader_receives_ =
+        housekeeper_leads_;  // a request thread is awake now, and sends before it sleeps again
     if (operation.linked_) {
       unlink(operation);
       ++expected_;
     }
     before = word.exchange(Operation::done, std::memory_order_acq_rel);
   }
-  // The thread may return, and the operation be gone, as soon as it reads `done`; a wake-up that then
-  // hits the stale address is harmless, every sleeper looks at its word again.
+  // The thread may return, and the operation be gone, as soon as it reads `done`; a wake-up that
+  // then hits the stale address is harmless, every sleeper looks at its word again.
   if (before == Operation::asleep) futex_wake(word);
 }
 
@@ -149,7 +152,8 @@ void Lane::lead(Lock& lock, Operation& operation) {
   auto& endpoint = path_.endpoint(cid_);
   while (operation.state_.load(std::memory_order_acquire) != Operation::done) {
     if (path_.connection_closed(cid_)) {
-      // Nothing comes here any more; the operation is done when the last connection of the path is closed.
+      // Nothing comes here any more; the operation is done when the last connection of the path is
+      // closed.
       led_ = false;
       operation.state_.store(Operation::waiting, std::memory_order_release);
       link(operation);

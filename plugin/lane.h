@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The request threads that wait on one connection, and how they share it.
 //
-// A thread that waits for its answer either leads (it receives for everybody who waits on the connection)
-// or follows (it sleeps until its request is done or it is told to lead). With one request in flight the
-// thread that sent it also receives the answer, and no other thread of the process wakes up.
+// A thread that waits for its answer either leads (it receives for everybody who waits on the
+// connection) or follows (it sleeps until its request is done or it is told to lead). With one
+// request in flight the thread that sent it also receives the answer, and no other thread of the
+// process wakes up.
 //
-// Sending. A system call that sends one message costs as much as one that sends sixteen. So a request that
-// finds the leader awake is left for the leader, who sends before he sleeps. And when a batch of answers has
-// just woken several threads, the first of them to come back with another request waits a moment for the
-// rest: the last one sends for all. If they do not come within gather_limit the first one sends; each such
-// miss makes the lane wait less often, so a client whose requests do not come in batches pays nothing.
+// Sending. A system call that sends one message costs as much as one that sends sixteen. So a
+// request that finds the leader awake is left for the leader, who sends before he sleeps. And when
+// a batch of answers has just woken several threads, the first of them to come back with another
+// request waits a moment for the rest: the last one sends for all. If they do not come within
+// gather_limit the first one sends; each such miss makes the lane wait less often, so a client
+// whose requests do not come in batches pays nothing.
 #pragma once
 
 #include <atomic>
@@ -49,8 +51,8 @@ class Lane {
  public:
   Lane(rtrs::ClientPath& path, uint32_t cid) : path_(path), cid_(cid) {}
 
-  // The operation was submitted on this lane's connection. Sees to it that it is sent, and returns when it is
-  // done.
+  // The operation was submitted on this lane's connection. Sees to it that it is sent, and returns
+  // when it is done.
   void wait(Operation& operation);
   void completed(Operation& operation, int error);
 
@@ -79,8 +81,9 @@ class Lane {
   bool leader_receives_ = false;  // the leader may be asleep: whoever queues must send for himself
   Operation* first_ = nullptr;    // followers, oldest first
   Operation* last_ = nullptr;
-  uint32_t expected_ = 0;          // threads that got answers and may come back at once
-  Operation* gatherer_ = nullptr;  // the follower who waits for them, and for whom some others sleep
+  uint32_t expected_ = 0;  // threads that got answers and may come back at once
+  Operation* gatherer_ =
+      nullptr;  // the follower who waits for them, and for whom some others sleep
   uint32_t penalty_ = 0;
   uint32_t skip_ = 0;
 };

@@ -23,8 +23,8 @@ constexpr Key key_table[] = {
 };
 
 // "30", "30s", "500ms", "2min": seconds without a unit.
-std::string parse_time(std::string_view text, std::chrono::milliseconds low, std::chrono::milliseconds high,
-                       std::chrono::milliseconds& result) {
+std::string parse_time(std::string_view text, std::chrono::milliseconds low,
+                       std::chrono::milliseconds high, std::chrono::milliseconds& result) {
   uint64_t number = 0;
   const auto [rest, status] = std::from_chars(text.data(), text.data() + text.size(), number);
   const std::string_view unit(rest, static_cast<size_t>(text.data() + text.size() - rest));
@@ -32,9 +32,12 @@ std::string parse_time(std::string_view text, std::chrono::milliseconds low, std
   if (unit.empty() || unit == "s") scale = 1000;
   if (unit == "ms") scale = 1;
   if (unit == "min") scale = 60000;
-  const auto limits = "between " + std::to_string(low.count()) + "ms and " + std::to_string(high.count()) + "ms";
-  if (status != std::errc() || scale == 0) return "is not a time such as 30s, 500ms or 2min (" + limits + ")";
-  if (number > static_cast<uint64_t>(high.count()) / scale || number * scale < static_cast<uint64_t>(low.count())) {
+  const auto limits =
+      "between " + std::to_string(low.count()) + "ms and " + std::to_string(high.count()) + "ms";
+  if (status != std::errc() || scale == 0)
+    return "is not a time such as 30s, 500ms or 2min (" + limits + ")";
+  if (number > static_cast<uint64_t>(high.count()) / scale ||
+      number * scale < static_cast<uint64_t>(low.count())) {
     return "must be " + limits;
   }
   result = std::chrono::milliseconds(number * scale);
@@ -45,7 +48,8 @@ std::string parse_server(std::string_view value, Server& server) {
   server.text = value;
   std::string_view rest = value;
   if (rest.starts_with("rdma:")) {
-    return "rdma: needs RDMA hardware support, which this version does not have; use tcp:HOST[:PORT] "
+    return "rdma: needs RDMA hardware support, which this version does not have; use "
+           "tcp:HOST[:PORT] "
            "(software RDMA)";
   }
   if (rest.starts_with("tcp:")) rest.remove_prefix(4);
@@ -70,7 +74,9 @@ std::string parse_server(std::string_view value, Server& server) {
 
 }  // namespace
 
-std::span<const Key> keys() { return key_table; }
+std::span<const Key> keys() {
+  return key_table;
+}
 
 std::string help_text() {
   size_t name_width = 0;
@@ -103,7 +109,8 @@ std::string set_parameter(Parameters& parameters, std::string_view key, std::str
 
   std::string error;
   if (key == "server") {
-    if (parameters.server) return complain("server= was given before; this version attaches to one storage host");
+    if (parameters.server)
+      return complain("server= was given before; this version attaches to one storage host");
     Server server;
     error = parse_server(value, server);
     if (error.empty()) parameters.server = server;
@@ -126,7 +133,8 @@ std::string set_parameter(Parameters& parameters, std::string_view key, std::str
   } else if (key == "connections") {
     uint32_t number = 0;
     const auto [rest, status] = std::from_chars(value.data(), value.data() + value.size(), number);
-    if (status != std::errc() || rest != value.data() + value.size() || number < 1 || number > connections_max) {
+    if (status != std::errc() || rest != value.data() + value.size() || number < 1 ||
+        number > connections_max) {
       error = "must be a number from 1 to " + std::to_string(connections_max);
     } else {
       parameters.connections = number;
@@ -142,7 +150,8 @@ std::string set_parameter(Parameters& parameters, std::string_view key, std::str
   } else if (key == "connect-timeout") {
     error = parse_time(value, milliseconds(100), milliseconds(600000), parameters.connect_timeout);
   } else if (key == "heartbeat-interval") {
-    error = parse_time(value, milliseconds(100), milliseconds(60000), parameters.heartbeat_interval);
+    error =
+        parse_time(value, milliseconds(100), milliseconds(60000), parameters.heartbeat_interval);
   } else if (key == "crc") {
     if (value == "auto") {
       parameters.crc = fabric::soft::Crc::automatic;
@@ -155,7 +164,8 @@ std::string set_parameter(Parameters& parameters, std::string_view key, std::str
     }
   } else {
     std::string known;
-    for (const auto& entry : key_table) known += (known.empty() ? "" : ", ") + std::string(entry.name);
+    for (const auto& entry : key_table)
+      known += (known.empty() ? "" : ", ") + std::string(entry.name);
     return "unknown parameter '" + std::string(key) + "'; the keys are: " + known;
   }
   return error.empty() ? error : complain(error);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The plugin's key=value parameters: parsing, bounds, and the one table that help text, --dump-plugin and
-// the tests of the man page are made from.
+// The plugin's key=value parameters: parsing, bounds, and the one table that help text,
+// --dump-plugin and the tests of the man page are made from.
 #pragma once
 
 #include <chrono>
@@ -24,7 +24,7 @@ struct Server {
 
 struct Parameters {
   std::optional<Server> server;
-  std::string volume;  // empty: the NBD export name
+  std::string volume;                      // empty: the NBD export name
   std::optional<wire::AccessMode> access;  // unset: rw, or ro under nbdkit -r
   uint32_t connections = 0;  // IO connections; 0: one per CPU this process may use, at most 4
   std::string session;       // empty: made from the host name and the process id

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// nbdkit's callbacks. Nothing throws across them. nbdkit's interface forces a few globals on us; they are
-// all in `state`.
+// nbdkit's callbacks. Nothing throws across them. nbdkit's interface forces a few globals on us;
+// they are all in `state`.
 
 #define NBDKIT_API_VERSION 2
 #include <nbdkit-plugin.h>
@@ -32,8 +32,8 @@ struct OpenVolume {
 
 struct State {
   Parameters parameters;
-  // Held while a session or volume is opened or closed, so that a CLOSE cannot overtake the next OPEN of the
-  // same volume, which the server would answer with the same device.
+  // Held while a session or volume is opened or closed, so that a CLOSE cannot overtake the next
+  // OPEN of the same volume, which the server would answer with the same device.
   std::mutex mutex;
   std::shared_ptr<Session> session;
   std::map<std::string, std::shared_ptr<OpenVolume>> volumes;
@@ -51,7 +51,9 @@ struct Connection {
   Device& device() { return *volume->device; }
 };
 
-Connection& connection_of(void* handle) { return *static_cast<Connection*>(handle); }
+Connection& connection_of(void* handle) {
+  return *static_cast<Connection*>(handle);
+}
 
 void log_line(LogLevel level, std::string_view line) {
   const std::string text(line);
@@ -62,7 +64,9 @@ void log_line(LogLevel level, std::string_view line) {
   }
 }
 
-void load() { state = new State; }
+void load() {
+  state = new State;
+}
 
 void unload() {
   delete state;
@@ -78,7 +82,8 @@ int config(const char* key, const char* value) {
 
 int config_complete() {
   if (!state->parameters.server) {
-    nbdkit_error("server= is missing: the storage host that runs rtrsd, as in server=tcp:HOST[:PORT]");
+    nbdkit_error(
+        "server= is missing: the storage host that runs rtrsd, as in server=tcp:HOST[:PORT]");
     return -1;
   }
   return 0;
@@ -104,7 +109,8 @@ void* open(int readonly) {
     std::string name = parameters.volume;
     if (name.empty() && export_name != nullptr) name = export_name;
     if (name.empty()) {
-      nbdkit_error("no volume: give volume=NAME, or let the client ask for an export by the volume's name");
+      nbdkit_error(
+          "no volume: give volume=NAME, or let the client ask for an export by the volume's name");
       nbdkit_set_error(EINVAL);
       return nullptr;
     }
@@ -117,7 +123,8 @@ void* open(int readonly) {
 
     const std::lock_guard lock(state->mutex);
     if (state->session && !state->session->usable()) {
-      // Connections that still use the lost session keep it, and their errors; new ones start afresh.
+      // Connections that still use the lost session keep it, and their errors; new ones start
+      // afresh.
       state->volumes.clear();
       state->session.reset();
     }
@@ -159,12 +166,13 @@ void close(void* handle) {
   if (--connection->volume->users != 0) return;
   // Unless a fresh session has replaced it.
   const auto entry = state->volumes.find(connection->name);
-  if (entry != state->volumes.end() && entry->second == connection->volume) state->volumes.erase(entry);
+  if (entry != state->volumes.end() && entry->second == connection->volume)
+    state->volumes.erase(entry);
   connection->volume.reset();
 }
 
-// Only of a zero does nbdkit understand "not supported": it writes zeroes instead. Of others it would make
-// "Invalid argument".
+// Only of a zero does nbdkit understand "not supported": it writes zeroes instead. Of others it
+// would make "Invalid argument".
 enum class Unsupported { falls_back, is_io_error };
 
 // Runs an operation; its errno to nbdkit, with words where the transport is to blame.
@@ -181,19 +189,22 @@ int perform(void* handle, Operation operation, Unsupported unsupported = Unsuppo
   if (error == ENOTSUP && unsupported == Unsupported::is_io_error) error = EIO;
   auto& session = connection.device().session();
   if (!session.usable()) {
-    if (!connection.loss_reported.exchange(true)) {  // once per NBD connection, not once per request
+    if (!connection.loss_reported.exchange(
+            true)) {  // once per NBD connection, not once per request
       nbdkit_error("server %s: volume %s: session lost: %s", session.server().c_str(),
                    printable(connection.name).c_str(), session.failure().c_str());
     }
   } else if (error != ENOTSUP) {
-    nbdkit_debug("server %s: volume %s: errno %d", session.server().c_str(), printable(connection.name).c_str(),
-                 error);
+    nbdkit_debug("server %s: volume %s: errno %d", session.server().c_str(),
+                 printable(connection.name).c_str(), error);
   }
   nbdkit_set_error(nbd_error(error));
   return -1;
 }
 
-int64_t get_size(void* handle) { return static_cast<int64_t>(connection_of(handle).device().properties().size_bytes); }
+int64_t get_size(void* handle) {
+  return static_cast<int64_t>(connection_of(handle).device().properties().size_bytes);
+}
 
 int block_size(void* handle, uint32_t* minimum, uint32_t* preferred, uint32_t* maximum) {
   const auto& properties = connection_of(handle).device().properties();
@@ -203,23 +214,37 @@ int block_size(void* handle, uint32_t* minimum, uint32_t* preferred, uint32_t* m
   return 0;
 }
 
-int can_write(void* handle) { return connection_of(handle).writable ? 1 : 0; }
-int can_flush(void*) { return 1; }
+int can_write(void* handle) {
+  return connection_of(handle).writable ? 1 : 0;
+}
+int can_flush(void*) {
+  return 1;
+}
 
 int can_fua(void* handle) {
   const auto& properties = connection_of(handle).device().properties();
   return properties.fua || !properties.write_cache ? NBDKIT_FUA_NATIVE : NBDKIT_FUA_EMULATE;
 }
 
-int can_trim(void* handle) { return connection_of(handle).device().properties().discard_bytes_max != 0 ? 1 : 0; }
-int can_zero(void* handle) { return connection_of(handle).device().properties().write_zeroes_bytes_max != 0 ? 1 : 0; }
-int can_fast_zero(void* handle) { return can_zero(handle); }
+int can_trim(void* handle) {
+  return connection_of(handle).device().properties().discard_bytes_max != 0 ? 1 : 0;
+}
+int can_zero(void* handle) {
+  return connection_of(handle).device().properties().write_zeroes_bytes_max != 0 ? 1 : 0;
+}
+int can_fast_zero(void* handle) {
+  return can_zero(handle);
+}
 
-// A flush makes everything durable that was answered before it on any connection of any client: the server
-// flushes the volume.
-int can_multi_conn(void*) { return 1; }
+// A flush makes everything durable that was answered before it on any connection of any client: the
+// server flushes the volume.
+int can_multi_conn(void*) {
+  return 1;
+}
 
-int can_cache(void*) { return NBDKIT_CACHE_NONE; }
+int can_cache(void*) {
+  return NBDKIT_CACHE_NONE;
+}
 
 int pread(void* handle, void* buffer, uint32_t count, uint64_t offset, uint32_t) {
   return perform(handle, [&](Device& device) {
@@ -229,8 +254,8 @@ int pread(void* handle, void* buffer, uint32_t count, uint64_t offset, uint32_t)
 
 int pwrite(void* handle, const void* buffer, uint32_t count, uint64_t offset, uint32_t flags) {
   return perform(handle, [&](Device& device) {
-    return device.write(connection_of(handle).lane, static_cast<const std::byte*>(buffer), count, offset,
-                        (flags & NBDKIT_FLAG_FUA) != 0);
+    return device.write(connection_of(handle).lane, static_cast<const std::byte*>(buffer), count,
+                        offset, (flags & NBDKIT_FLAG_FUA) != 0);
   });
 }
 
@@ -246,8 +271,8 @@ int trim(void* handle, uint32_t count, uint64_t offset, uint32_t flags) {
 
 int zero(void* handle, uint32_t count, uint64_t offset, uint32_t flags) {
   const auto operation = [&](Device& device) {
-    return device.zero(connection_of(handle).lane, count, offset, (flags & NBDKIT_FLAG_MAY_TRIM) != 0,
-                       (flags & NBDKIT_FLAG_FUA) != 0);
+    return device.zero(connection_of(handle).lane, count, offset,
+                       (flags & NBDKIT_FLAG_MAY_TRIM) != 0, (flags & NBDKIT_FLAG_FUA) != 0);
   };
   return perform(handle, operation, Unsupported::falls_back);
 }

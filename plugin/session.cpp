@@ -58,11 +58,13 @@ Session::Session(const Parameters& parameters, LogSink log)
   if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
 }
 
-tl::expected<std::shared_ptr<Session>, std::string> Session::connect(const Parameters& parameters, LogSink log) {
+tl::expected<std::shared_ptr<Session>, std::string> Session::connect(const Parameters& parameters,
+                                                                     LogSink log) {
   const auto prefix = "server " + parameters.server->text + ": ";
   try {
     std::shared_ptr<Session> session(new Session(parameters, std::move(log)));
-    session->housekeeper_ = std::jthread([raw = session.get()](const std::stop_token& stop) { raw->housekeep(stop); });
+    session->housekeeper_ =
+        std::jthread([raw = session.get()](const std::stop_token& stop) { raw->housekeep(stop); });
     {
       std::unique_lock lock(session->mutex_);
       session->settled_.wait(lock, [&] { return !session->connecting_; });
@@ -107,7 +109,8 @@ bool Session::start(uint32_t lane, Operation& operation, bool wait_for_permit) {
     if (!permit) return false;
     operation.permit_ = *permit;
   }
-  sent_tick_[operation.permit_].store(tick_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  sent_tick_[operation.permit_].store(tick_.load(std::memory_order_relaxed),
+                                      std::memory_order_relaxed);
   if (!path_->submit(operation.lane_->cid(), operation.permit_, operation)) {
     operation.error_ = rtrs::path_lost;
     operation.state_.store(Operation::done, std::memory_order_release);
@@ -129,8 +132,9 @@ bool Session::connect_path(const fabric::Address& target, const fabric::Address*
   options.session_uuid = random_uuid();
   options.path_uuid = random_uuid();
   options.session_name = parameters_.session.empty() ? default_session_name() : parameters_.session;
-  options.io_connections = parameters_.connections != 0 ? parameters_.connections
-                                                        : std::min(usable_cpus(), default_connections_max);
+  options.io_connections = parameters_.connections != 0
+                               ? parameters_.connections
+                               : std::min(usable_cpus(), default_connections_max);
   options.heartbeat.interval = parameters_.heartbeat_interval;
   options.connect_timeout = parameters_.connect_timeout;
   path_ = std::make_unique<rtrs::ClientPath>(*fabric_, options, log_);
@@ -139,8 +143,8 @@ bool Session::connect_path(const fabric::Address& target, const fabric::Address*
   return usable();
 }
 
-// Drives every connection from this one thread: while connecting, and when the path ends. Connections led
-// by a request thread are left to it.
+// Drives every connection from this one thread: while connecting, and when the path ends.
+// Connections led by a request thread are left to it.
 void Session::drive_all(bool until_connected, Duration limit) {
   const TimePoint end = Clock::now() + limit;
   std::vector<pollfd> fds;
@@ -174,8 +178,8 @@ void Session::check_overdue() {
   for (const auto& sent : sent_tick_) {
     const uint32_t since = sent.load(std::memory_order_relaxed);
     if (since != 0 && tick - since > limit) {
-      path_->fail("a request was not answered within io-timeout=" + std::to_string(parameters_.io_timeout.count()) +
-                  "ms");
+      path_->fail("a request was not answered within io-timeout=" +
+                  std::to_string(parameters_.io_timeout.count()) + "ms");
       return;
     }
   }
@@ -230,8 +234,9 @@ void Session::housekeep(std::stop_token stop) {
     }
     lanes_[0]->take_lead();
     log_(LogLevel::info, "connected to " + server_text_ + ": " + std::to_string(lane_count()) +
-                             " IO connections, queue depth " + std::to_string(geometry().queue_depth) +
-                             ", max IO size " + std::to_string(geometry().max_io_size));
+                             " IO connections, queue depth " +
+                             std::to_string(geometry().queue_depth) + ", max IO size " +
+                             std::to_string(geometry().max_io_size));
   } else if (error.empty()) {
     error = "could not connect";
   }
@@ -248,13 +253,16 @@ void Session::housekeep(std::stop_token stop) {
   const Duration interval = path_->tick_interval();
   TimePoint next_tick = Clock::now() + interval;
   while (!stop.stop_requested() && usable()) {
-    pollfd fds[2] = {{service.fd(), static_cast<short>(POLLIN | (service.wants_write() ? POLLOUT : 0)), 0},
-                     {wake_fd_, POLLIN, 0}};
+    pollfd fds[2] = {
+        {service.fd(), static_cast<short>(POLLIN | (service.wants_write() ? POLLOUT : 0)), 0},
+        {wake_fd_, POLLIN, 0}};
     const TimePoint before = Clock::now();
-    const auto wait = std::chrono::duration_cast<std::chrono::milliseconds>(next_tick - before).count() + 1;
+    const auto wait =
+        std::chrono::duration_cast<std::chrono::milliseconds>(next_tick - before).count() + 1;
     poll(fds, 2, static_cast<int>(std::max<int64_t>(wait, 0)));
     const TimePoint now = Clock::now();
-    if ((fds[0].revents & (POLLIN | POLLOUT | POLLHUP | POLLERR)) != 0) service.progress(fabric::Wait::no, now);
+    if ((fds[0].revents & (POLLIN | POLLOUT | POLLHUP | POLLERR)) != 0)
+      service.progress(fabric::Wait::no, now);
     if (now >= next_tick) {
       next_tick = now + interval;
       service.tick(now);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// One client session. A housekeeper thread connects, drives the service connection, beats, and notices what
-// takes too long. The IO connections have no thread of their own: the request threads drive them (lane.h).
+// One client session. A housekeeper thread connects, drives the service connection, beats, and
+// notices what takes too long. The IO connections have no thread of their own: the request threads
+// drive them (lane.h).
 #pragma once
 
 #include <atomic>
@@ -10,9 +11,8 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <vector>
-
 #include <tl/expected.hpp>
+#include <vector>
 
 #include "plugin/lane.h"
 #include "plugin/parameters.h"
@@ -26,7 +26,8 @@ namespace rtrsnbd::plugin {
 class Session {
  public:
   // Resolves, connects, exchanges SESS_INFO. The error is a sentence that names the server.
-  static tl::expected<std::shared_ptr<Session>, std::string> connect(const Parameters& parameters, LogSink log);
+  static tl::expected<std::shared_ptr<Session>, std::string> connect(const Parameters& parameters,
+                                                                     LogSink log);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -39,8 +40,9 @@ class Session {
   // IO lanes are 1..lane_count(); 0 is for administration.
   [[nodiscard]] uint32_t lane_count() const { return static_cast<uint32_t>(lanes_.size()) - 1; }
 
-  // Takes a permit and queues the request. With wait_for_permit false it may return false: no permit now.
-  // If the session is lost the operation is done at once with rtrs::path_lost. After true, wait() must follow.
+  // Takes a permit and queues the request. With wait_for_permit false it may return false: no
+  // permit now. If the session is lost the operation is done at once with rtrs::path_lost. After
+  // true, wait() must follow.
   bool start(uint32_t lane, Operation& operation, bool wait_for_permit);
   // Until it is done; gives the permit back. Returns the errno.
   int wait(Operation& operation);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The log as the library sees it: a sink the program passes in. The daemon's sink adds journald
-// priority prefixes, the plugin's sink calls nbdkit_debug / nbdkit_error. Lines carry no newline, no
-// time (journald has it) and no unescaped peer-supplied text: pass such text through printable().
+// priority prefixes, the plugin's sink calls nbdkit_debug / nbdkit_error. Lines carry no newline,
+// no time (journald has it) and no unescaped peer-supplied text: pass such text through
+// printable().
 #pragma once
 
 #include <functional>

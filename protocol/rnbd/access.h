@@ -11,8 +11,8 @@ namespace rtrsnbd::rnbd {
 // Per volume. Not locked: the owner of the volume list does that.
 class AccessCount {
  public:
-  // read_only: always. read_write: if nobody has it open for writing. migration: if fewer than two writers.
-  // Returns 0, EPERM or EINVAL (unknown mode); on 0 the opener is counted.
+  // read_only: always. read_write: if nobody has it open for writing. migration: if fewer than two
+  // writers. Returns 0, EPERM or EINVAL (unknown mode); on 0 the opener is counted.
   int acquire(wire::AccessMode mode);
   void release(wire::AccessMode mode);
   [[nodiscard]] uint32_t readers() const { return readers_; }

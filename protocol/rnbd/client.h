@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The client end of RNBD: user messages as bytes, and what the answer to OPEN means for a block device
-// (docs/protocol.md, "RNBD messages"). How messages travel and who waits for the answer is the caller's.
+// The client end of RNBD: user messages as bytes, and what the answer to OPEN means for a block
+// device (docs/protocol.md, "RNBD messages"). How messages travel and who waits for the answer is
+// the caller's.
 #pragma once
 
 #include <array>
@@ -20,7 +21,8 @@ struct IoFlags {
 };
 
 // The 32 bytes of an IO message. offset and length in bytes, multiples of 512. A flush has neither.
-wire::Io make_io(uint32_t device_id, wire::RnbdOp op, uint64_t offset, uint32_t length, IoFlags flags);
+wire::Io make_io(uint32_t device_id, wire::RnbdOp op, uint64_t offset, uint32_t length,
+                 IoFlags flags);
 
 // RTRS direction of an operation: FLUSH travels as a read without data, as kernel clients send it.
 constexpr bool travels_as_read(wire::RnbdOp op) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The server end of RNBD: what a session's user messages ask of its devices (docs/protocol.md, "RNBD
-// messages"). One object per session, used on the session's thread only.
+// The server end of RNBD: what a session's user messages ask of its devices (docs/protocol.md,
+// "RNBD messages"). One object per session, used on the session's thread only.
 #pragma once
 
 #include <memory>
@@ -14,8 +14,10 @@ namespace rtrsnbd::rnbd {
 
 inline constexpr uint32_t devices_per_session_max = 256;
 
-// volumes: this session's view (access list applied); must outlive the returned object, so it is owned by it.
+// volumes: this session's view (access list applied); must outlive the returned object, so it is
+// owned by it.
 std::unique_ptr<rtrs::UpperSession> make_server_session(const rtrs::SessionIdentity& identity,
-                                                        std::unique_ptr<Volumes> volumes, LogSink log);
+                                                        std::unique_ptr<Volumes> volumes,
+                                                        LogSink log);
 
 }  // namespace rtrsnbd::rnbd

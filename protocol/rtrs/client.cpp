@@ -107,7 +107,8 @@ void ClientPath::established(Connection& connection, std::span<const std::byte> 
     }
     geometry_ = {response->queue_depth, response->max_io_size, response->max_hdr_size,
                  (response->flags & wire::connect_flag_new_rkey) != 0};
-    if (geometry_.max_header_size < header_stride) return fail("the server leaves too little room for headers");
+    if (geometry_.max_header_size < header_stride)
+      return fail("the server leaves too little room for headers");
     make_slots();
   }
   if (connection_count() <= options_.io_connections) {
@@ -126,18 +127,20 @@ void ClientPath::make_slots() {
     bounce_local_ = domain_->register_local(bounce_.data(), bounce_.size());
   }
   for (uint32_t id = 0; id < geometry_.queue_depth; ++id) {
-    slots_[id].region =
-        capabilities_.rebind
-            ? domain_->register_region(nullptr, 0, fabric::Access::remote_write)
-            : domain_->register_region(bounce_memory(id), geometry_.max_io_size, fabric::Access::remote_write);
+    slots_[id].region = capabilities_.rebind
+                            ? domain_->register_region(nullptr, 0, fabric::Access::remote_write)
+                            : domain_->register_region(bounce_memory(id), geometry_.max_io_size,
+                                                       fabric::Access::remote_write);
   }
 }
 
 void ClientPath::send_info_request() {
   auto& endpoint = *connections_[0]->endpoint;
   wire::InfoRequest request;
-  if (!wire::make_info_request(options_.session_name, request)) return fail("the session name is not allowed");
-  info_memory_.resize(sizeof(wire::InfoResponseHeader) + size_t{geometry_.queue_depth} * sizeof(wire::Descriptor));
+  if (!wire::make_info_request(options_.session_name, request))
+    return fail("the session name is not allowed");
+  info_memory_.resize(sizeof(wire::InfoResponseHeader) +
+                      size_t{geometry_.queue_depth} * sizeof(wire::Descriptor));
   endpoint.post_receive(info_receive_id, info_memory_.data(), info_memory_.size());
   static_assert(header_stride >= sizeof request);
   wire::store(header_memory(0), request);  // no request is using it yet
@@ -163,22 +166,23 @@ void ClientPath::info_response(std::span<const std::byte> bytes) {
   state_.store(State::connected, std::memory_order_release);
 }
 
-// From here on the server may send at any time (3.3). With new keys per IO each receive has room for one
-// RKEY_RSP; its id is the index of that room.
+// From here on the server may send at any time (3.3). With new keys per IO each receive has room
+// for one RKEY_RSP; its id is the index of that room.
 void ClientPath::post_steady_receives() {
   for (auto& connection : connections_) {
-    const uint32_t count = connection->cid == 0
-                               ? std::max(service_receives, receives_per_chunk * geometry_.queue_depth)
-                               : receives_per_chunk * geometry_.queue_depth;
+    const uint32_t count =
+        connection->cid == 0
+            ? std::max(service_receives, receives_per_chunk * geometry_.queue_depth)
+            : receives_per_chunk * geometry_.queue_depth;
     if (!geometry_.new_rkey) {
       connection->endpoint->post_empty_receives(0, count);
       continue;
     }
     connection->receive_memory.resize(size_t{count} * sizeof(wire::RkeyResponse));
     for (uint32_t index = 0; index < count; ++index) {
-      connection->endpoint->post_receive(index,
-                                         connection->receive_memory.data() + index * sizeof(wire::RkeyResponse),
-                                         sizeof(wire::RkeyResponse));
+      connection->endpoint->post_receive(
+          index, connection->receive_memory.data() + index * sizeof(wire::RkeyResponse),
+          sizeof(wire::RkeyResponse));
     }
   }
 }
@@ -231,7 +235,8 @@ bool ClientPath::submit(uint32_t cid, uint32_t permit, ClientRequest& request) {
 
   slot.cid.store(cid, std::memory_order_release);
   slot.request.store(&request, std::memory_order_seq_cst);
-  // Pairs with fail() and complete_all(): either they see the request in its slot, or we see failed_.
+  // Pairs with fail() and complete_all(): either they see the request in its slot, or we see
+  // failed_.
   if (failed_.load(std::memory_order_seq_cst)) {
     return slot.request.exchange(nullptr, std::memory_order_seq_cst) == nullptr;
   }
@@ -244,7 +249,8 @@ bool ClientPath::submit(uint32_t cid, uint32_t permit, ClientRequest& request) {
   send.rkey = slot.chunk_rkey.load(std::memory_order_relaxed);
   send.remote_address = slot.chunk_address + (request.is_read ? request.data_length : 0);
   send.segments = {segments, segment_count};
-  endpoint.post_send(send);  // false: gone; its on_disconnected fails the path and completes the request
+  endpoint.post_send(
+      send);  // false: gone; its on_disconnected fails the path and completes the request
   return true;
 }
 
@@ -257,7 +263,8 @@ void ClientPath::completion(Connection& connection, const fabric::Completion& co
     return info_response({info_memory_.data(), completion.byte_count});
   }
   heartbeat_->sign_of_life();
-  if (!completion.has_immediate) return fail("the server sent a message without an immediate value");
+  if (!completion.has_immediate)
+    return fail("the server sent a message without an immediate value");
 
   switch (static_cast<wire::ImmediateType>(wire::immediate_type(completion.immediate))) {
     case wire::ImmediateType::io_response:
@@ -283,7 +290,8 @@ void ClientPath::completion(Connection& connection, const fabric::Completion& co
 
   if (geometry_.new_rkey) {
     connection.endpoint->post_receive(
-        completion.id, connection.receive_memory.data() + completion.id * sizeof(wire::RkeyResponse),
+        completion.id,
+        connection.receive_memory.data() + completion.id * sizeof(wire::RkeyResponse),
         sizeof(wire::RkeyResponse));
   } else {
     connection.endpoint->post_empty_receives(0, 1);
@@ -292,7 +300,8 @@ void ClientPath::completion(Connection& connection, const fabric::Completion& co
 
 void ClientPath::io_response(Connection& connection, const fabric::Completion& completion) {
   const auto response = wire::IoResponseImmediate::decode(completion.immediate);
-  if (response.message_id >= geometry_.queue_depth) return fail("the server answered a request id out of range");
+  if (response.message_id >= geometry_.queue_depth)
+    return fail("the server answered a request id out of range");
   Slot& slot = slots_[response.message_id];
   // The connection first: if it is ours, nobody but us completes what is in the slot.
   if (slot.cid.load(std::memory_order_acquire) != connection.cid) {
@@ -303,16 +312,19 @@ void ClientPath::io_response(Connection& connection, const fabric::Completion& c
 
   if (geometry_.new_rkey) {
     const auto renewal = wire::parse_rkey_response(
-        {connection.receive_memory.data() + completion.id * sizeof(wire::RkeyResponse), completion.byte_count});
-    if (!renewal || renewal->buffer_id != response.message_id) return fail("the server's RKEY response is malformed");
+        {connection.receive_memory.data() + completion.id * sizeof(wire::RkeyResponse),
+         completion.byte_count});
+    if (!renewal || renewal->buffer_id != response.message_id)
+      return fail("the server's RKEY response is malformed");
     slot.chunk_rkey.store(renewal->rkey, std::memory_order_relaxed);
   }
 
   if (request->is_read && request->data_length != 0) {
     if (capabilities_.rebind) {
-      // Another connection still placing into an answered request breaks the protocol. The request stays
-      // in its slot until all receivers have left.
-      if (!slot.region->invalidate()) return fail("the server wrote into a request it had answered");
+      // Another connection still placing into an answered request breaks the protocol. The request
+      // stays in its slot until all receivers have left.
+      if (!slot.region->invalidate())
+        return fail("the server wrote into a request it had answered");
     } else if (response.error == 0) {
       std::memcpy(request->read_data, bounce_memory(response.message_id), request->data_length);
     }
@@ -326,8 +338,9 @@ void ClientPath::tick(TimePoint now) {
   if (failed_.load()) return;
   if (state() == State::connecting) {
     if (now - started_ >= options_.connect_timeout) {
-      fail(connection_count() <= 1 ? "no answer from the server within the connect timeout"
-                                   : "the server did not finish connecting within the connect timeout");
+      fail(connection_count() <= 1
+               ? "no answer from the server within the connect timeout"
+               : "the server did not finish connecting within the connect timeout");
     }
     return;
   }
@@ -374,8 +387,8 @@ void ClientPath::connection_gone(Connection& connection) {
   if (alive_.fetch_sub(1, std::memory_order_acq_rel) == 1) complete_all();
 }
 
-// The last receiver has left: nothing is placed any more, so the memory of what is in flight can go back
-// to its owners.
+// The last receiver has left: nothing is placed any more, so the memory of what is in flight can go
+// back to its owners.
 void ClientPath::complete_all() {
   for (auto& slot : slots_) {
     ClientRequest* const request = slot.request.exchange(nullptr, std::memory_order_seq_cst);
@@ -400,14 +413,16 @@ void ClientPath::Connection::on_completion(const fabric::Completion& completion)
   path.completion(*this, completion);
 }
 
-void ClientPath::Connection::on_disconnected(fabric::DisconnectReason reason, std::string_view detail) {
+void ClientPath::Connection::on_disconnected(fabric::DisconnectReason reason,
+                                             std::string_view detail) {
   if (!path.disconnecting_.load()) {
     // What a failed connect says is said by its errno alone.
     const bool errno_says_it = !detail.empty() && (reason == fabric::DisconnectReason::refused ||
                                                    reason == fabric::DisconnectReason::unreachable);
     std::string text(errno_says_it ? detail : fabric::to_string(reason));
     if (!errno_says_it && !detail.empty()) text.append(": ").append(detail);
-    if (reason == fabric::DisconnectReason::refused) text += "; is rtrsd running and listening there?";
+    if (reason == fabric::DisconnectReason::refused)
+      text += "; is rtrsd running and listening there?";
     path.fail(text);
   } else {
     path.failed_.store(true, std::memory_order_seq_cst);

@@ -2,18 +2,19 @@
 // The client end of RTRS: a path of a session, its connections and its requests (docs/protocol.md,
 // "Client").
 //
-// A session is its identity (name, uuid), its permits and its paths; the owner keeps the permits and
-// chooses the path and connection of each request. A path is built by one thread, which calls start() and
-// drives every endpoint() until state() is no longer connecting. From then on:
+// A session is its identity (name, uuid), its permits and its paths; the owner keeps the permits
+// and chooses the path and connection of each request. A path is built by one thread, which calls
+// start() and drives every endpoint() until state() is no longer connecting. From then on:
 //   * submit() may be called by any thread that holds the permit;
-//   * each endpoint is driven (progress, tick) by one thread at a time, different endpoints by different ones;
+//   * each endpoint is driven (progress, tick) by one thread at a time, different endpoints by
+//   different ones;
 //   * tick() is called by one thread;
 //   * fail() may be called by any thread.
 // A path that failed stays failed; its owner makes a new one.
 //
-// Every accepted request gets exactly one on_done. When a path fails, requests in flight are held until the
-// receivers of all its connections have left, because until then the peer's bytes may still be placed
-// into their memory; somebody must therefore drive each endpoint until closed().
+// Every accepted request gets exactly one on_done. When a path fails, requests in flight are held
+// until the receivers of all its connections have left, because until then the peer's bytes may
+// still be placed into their memory; somebody must therefore drive each endpoint until closed().
 #pragma once
 
 #include <atomic>
@@ -37,16 +38,17 @@ namespace rtrsnbd::rtrs {
 // Longest user message we send (RNBD's OPEN has 264 bytes).
 inline constexpr size_t client_user_length_max = 272;
 
-// One request. Owned by the caller, which keeps it, the user message's and the data's memory until on_done.
+// One request. Owned by the caller, which keeps it, the user message's and the data's memory until
+// on_done.
 class ClientRequest {
  public:
   virtual ~ClientRequest() = default;
 
-  bool is_read = false;                    // RTRS direction
-  std::span<const std::byte> user;         // copied by submit()
-  std::byte* read_data = nullptr;          // data of a read goes here
-  const std::byte* write_data = nullptr;   // data of a write comes from here
-  uint32_t data_length = 0;                // bytes; 0: no data (and no descriptor)
+  bool is_read = false;                   // RTRS direction
+  std::span<const std::byte> user;        // copied by submit()
+  std::byte* read_data = nullptr;         // data of a read goes here
+  const std::byte* write_data = nullptr;  // data of a write comes from here
+  uint32_t data_length = 0;               // bytes; 0: no data (and no descriptor)
 
   // Exactly once, on whichever thread drives the connection or the path. error: 0, what the server
   // answered (positive errno), or path_lost. The request is the caller's again. Must not submit.
@@ -59,8 +61,8 @@ struct ClientOptions {
   wire::Uuid session_uuid{};
   wire::Uuid path_uuid{};
   std::string session_name;
-  uint32_t io_connections = 1;       // besides connection 0
-  bool first_path = true;            // of the session: may create it at the server
+  uint32_t io_connections = 1;  // besides connection 0
+  bool first_path = true;       // of the session: may create it at the server
   uint16_t reconnect_count = 1;
   HeartbeatTiming heartbeat{};
   Duration connect_timeout = std::chrono::seconds(30);  // start() to connected
@@ -93,14 +95,16 @@ class ClientPath {
   [[nodiscard]] const ClientOptions& options() const { return options_; }
 
   // Connections made so far; grows while connecting. 0 is the service connection.
-  [[nodiscard]] uint32_t connection_count() const { return static_cast<uint32_t>(connections_.size()); }
+  [[nodiscard]] uint32_t connection_count() const {
+    return static_cast<uint32_t>(connections_.size());
+  }
   [[nodiscard]] fabric::Endpoint& endpoint(uint32_t cid) { return *connections_[cid]->endpoint; }
   [[nodiscard]] bool connection_closed(uint32_t cid) const {
     return connections_[cid]->closed.load(std::memory_order_acquire);
   }
 
-  // The caller holds the permit. Queues the request on the connection; flush the endpoint afterwards.
-  // False: the path is not usable; the request was not taken and gets no on_done.
+  // The caller holds the permit. Queues the request on the connection; flush the endpoint
+  // afterwards. False: the path is not usable; the request was not taken and gets no on_done.
   bool submit(uint32_t cid, uint32_t permit, ClientRequest& request);
 
   // Heartbeats and the time limit of connecting.
@@ -145,12 +149,17 @@ class ClientPath {
   void io_response(Connection& connection, const fabric::Completion& completion);
   void connection_gone(Connection& connection);
   void complete_all();
-  std::byte* header_memory(uint32_t permit) { return headers_.data() + size_t{permit} * header_stride; }
-  std::byte* bounce_memory(uint32_t permit) { return bounce_.data() + size_t{permit} * geometry_.max_io_size; }
+  std::byte* header_memory(uint32_t permit) {
+    return headers_.data() + size_t{permit} * header_stride;
+  }
+  std::byte* bounce_memory(uint32_t permit) {
+    return bounce_.data() + size_t{permit} * geometry_.max_io_size;
+  }
 
   // User message and RTRS message of one request.
   static constexpr size_t header_stride = 320;
-  static_assert(header_stride >= client_user_length_max + sizeof(wire::ReadMessage) + sizeof(wire::Descriptor));
+  static_assert(header_stride >=
+                client_user_length_max + sizeof(wire::ReadMessage) + sizeof(wire::Descriptor));
 
   fabric::Fabric& fabric_;
   const fabric::Capabilities capabilities_;
@@ -158,7 +167,8 @@ class ClientPath {
   LogSink log_;
 
   Geometry geometry_;
-  // Order matters for destruction: regions and local memory before the domain, endpoints first of all.
+  // Order matters for destruction: regions and local memory before the domain, endpoints first of
+  // all.
   std::unique_ptr<fabric::Domain> domain_;
   std::vector<std::byte> headers_;
   std::vector<std::byte> bounce_;  // only where the fabric cannot register a caller's buffer per IO

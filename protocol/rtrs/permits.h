@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The client's right to use a chunk: one permit per chunk of the session, shared by all its paths and
-// connections (docs/protocol.md, "Permits"). The lowest free number is taken, so that a session with
-// little in flight keeps using the same few chunks, which are then warm in both hosts' caches.
+// The client's right to use a chunk: one permit per chunk of the session, shared by all its paths
+// and connections (docs/protocol.md, "Permits"). The lowest free number is taken, so that a session
+// with little in flight keeps using the same few chunks, which are then warm in both hosts' caches.
 #pragma once
 
 #include <bit>
@@ -26,8 +26,8 @@ class Permits {
     return take();
   }
 
-  // Waits for one. A caller that holds permits whose requests only it can complete must complete those
-  // instead: everybody waiting for everybody would never end.
+  // Waits for one. A caller that holds permits whose requests only it can complete must complete
+  // those instead: everybody waiting for everybody would never end.
   uint32_t acquire() {
     std::unique_lock lock(mutex_);
     ++waiting_;

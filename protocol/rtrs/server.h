@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The server end of RTRS: sessions, paths, connections (docs/protocol.md, "Server").
 //
-// One Server per reactor; all paths of a session live on one reactor, so nothing in a session is locked.
-// What must be known across reactors (which session lives where, names, counts) is in Directory.
-// Everything but Directory is used by the reactor's thread only. Time comes in as an argument.
+// One Server per reactor; all paths of a session live on one reactor, so nothing in a session is
+// locked. What must be known across reactors (which session lives where, names, counts) is in
+// Directory. Everything but Directory is used by the reactor's thread only. Time comes in as an
+// argument.
 #pragma once
 
 #include <cstddef>
@@ -36,34 +37,35 @@ class ChunkMemory {
 
 struct SessionIdentity {
   wire::Uuid uuid{};
-  std::string name;             // as the client gave it in INFO_REQ: checked, but print it with printable()
-  fabric::Address peer;         // of the first path
-  uint32_t max_io_size = 0;     // bytes of data per request
+  std::string name;  // as the client gave it in INFO_REQ: checked, but print it with printable()
+  fabric::Address peer;      // of the first path
+  uint32_t max_io_size = 0;  // bytes of data per request
 };
 
 // One request being executed. Belongs to the session; valid until respond().
 class ServerRequest {
  public:
   virtual ~ServerRequest() = default;
-  // Start of the chunk: what a write brought, where a read puts its data. Peer-writable: the client may
-  // change it at any time, so decide nothing by looking at it twice.
+  // Start of the chunk: what a write brought, where a read puts its data. Peer-writable: the client
+  // may change it at any time, so decide nothing by looking at it twice.
   [[nodiscard]] virtual std::span<std::byte> data() = 0;
   [[nodiscard]] virtual std::span<const std::byte> user() const = 0;  // private copy
-  [[nodiscard]] virtual bool is_read() const = 0;         // RTRS direction: the client asks for data
-  [[nodiscard]] virtual bool has_descriptor() const = 0;  // a read that wants data().size() bytes
+  [[nodiscard]] virtual bool is_read() const = 0;  // RTRS direction: the client asks for data
+  [[nodiscard]] virtual bool has_descriptor() const = 0;   // a read that wants data().size() bytes
   [[nodiscard]] virtual int registered_index() const = 0;  // of the chunk memory
-  // Exactly once, from the session's thread, possibly from inside on_request; error is a positive errno
-  // or 0. A good read with a descriptor sends data(). The object is gone afterwards.
+  // Exactly once, from the session's thread, possibly from inside on_request; error is a positive
+  // errno or 0. A good read with a descriptor sends data(). The object is gone afterwards.
   virtual void respond(int error) = 0;
 };
 
-// The upper layer's end of a session. Destroyed when the session is down and its last request answered.
+// The upper layer's end of a session. Destroyed when the session is down and its last request
+// answered.
 class UpperSession {
  public:
   virtual ~UpperSession() = default;
   virtual void on_request(ServerRequest& request) = 0;
-  // The last path is gone: no request will come any more; those in flight must still be answered (the
-  // answers go nowhere) so that the chunk memory can be freed.
+  // The last path is gone: no request will come any more; those in flight must still be answered
+  // (the answers go nowhere) so that the chunk memory can be freed.
   virtual void on_session_down() = 0;
 };
 
@@ -74,9 +76,9 @@ class ServerEnvironment {
   // Null: memory limit reached or no memory; reason says which, with numbers.
   virtual std::unique_ptr<ChunkMemory> allocate_chunks(size_t bytes, std::string& reason) = 0;
   virtual std::unique_ptr<UpperSession> session_up(const SessionIdentity& identity) = 0;
-  // The reactor calls endpoint.progress() when it is ready, from attach until detach. detach may be called
-  // from inside a callback of that endpoint; the endpoint is destroyed right after detach returns or
-  // later, but never while progress() is on the stack.
+  // The reactor calls endpoint.progress() when it is ready, from attach until detach. detach may be
+  // called from inside a callback of that endpoint; the endpoint is destroyed right after detach
+  // returns or later, but never while progress() is on the stack.
   virtual void attach(fabric::Endpoint& endpoint) = 0;
   virtual void detach(fabric::Endpoint& endpoint) = 0;
   // Something was posted: flush at the end of this turn of the loop, once.
@@ -86,7 +88,8 @@ class ServerEnvironment {
 // Shared by the reactors; locks inside.
 class Directory {
  public:
-  Directory(uint32_t reactor_count, uint32_t sessions_max) : load_(reactor_count), sessions_max_(sessions_max) {}
+  Directory(uint32_t reactor_count, uint32_t sessions_max)
+      : load_(reactor_count), sessions_max_(sessions_max) {}
 
   // Where the request's session lives, or a reactor for a new one. Empty: refuse (errno in error).
   std::optional<uint32_t> route(const wire::ConnectRequest& request, int& error);
@@ -111,10 +114,10 @@ class Directory {
 
 class Server {
  public:
-  Server(fabric::Fabric& fabric, Directory& directory, uint32_t reactor_index, const ServerLimits& limits,
-         ServerEnvironment& environment, LogSink log);
-  // Nothing may be executed any more: either idle(), or the upper layer's operations have ended. Connections that
-  // are still open are cut.
+  Server(fabric::Fabric& fabric, Directory& directory, uint32_t reactor_index,
+         const ServerLimits& limits, ServerEnvironment& environment, LogSink log);
+  // Nothing may be executed any more: either idle(), or the upper layer's operations have ended.
+  // Connections that are still open are cut.
   ~Server();
 
   // A connection request whose session Directory::route placed here.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Integers of a fixed byte order, stored as bytes: alignment 1, no padding, no casts. A wire structure
-// made of these can be memcpy'd from any offset of a chunk and has the same layout on every machine.
+// Integers of a fixed byte order, stored as bytes: alignment 1, no padding, no casts. A wire
+// structure made of these can be memcpy'd from any offset of a chunk and has the same layout on
+// every machine.
 #pragma once
 
 #include <array>

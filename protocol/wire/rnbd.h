@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Layouts of the RNBD messages (docs/protocol.md, "RNBD messages"). Little endian. Reserved bytes are
-// written as zero and never looked at: kernel clients send garbage in them.
+// Layouts of the RNBD messages (docs/protocol.md, "RNBD messages"). Little endian. Reserved bytes
+// are written as zero and never looked at: kernel clients send garbage in them.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <span>
 #include <string_view>
-
 #include <tl/expected.hpp>
 
 #include "protocol/wire/endian.h"
@@ -29,7 +28,14 @@ enum class RnbdType : uint16_t {
 
 enum class AccessMode : uint8_t { read_only = 0, read_write = 1, migration = 2 };
 
-enum class RnbdOp : uint8_t { read = 0, write = 1, flush = 2, discard = 3, secure_erase = 4, write_zeroes = 5 };
+enum class RnbdOp : uint8_t {
+  read = 0,
+  write = 1,
+  flush = 2,
+  discard = 3,
+  secure_erase = 4,
+  write_zeroes = 5
+};
 
 inline constexpr uint32_t rnbd_op_mask = 0xff;
 inline constexpr uint32_t rnbd_flag_sync = 0x100;
@@ -62,14 +68,14 @@ struct OpenResponse {
   Le16 type = static_cast<uint16_t>(RnbdType::open_response);
   Le16 padding;
   Le32 device_id;
-  Le64 sector_count;             // 512-byte sectors
-  Le32 max_hw_sectors;           // 512-byte sectors
+  Le64 sector_count;              // 512-byte sectors
+  Le32 max_hw_sectors;            // 512-byte sectors
   Le32 max_write_zeroes_sectors;  // 512-byte sectors; 0: none
-  Le32 max_discard_sectors;      // 512-byte sectors; 0: none
-  Le32 discard_granularity;      // bytes
-  Le32 discard_alignment;        // bytes
-  Le16 physical_block_size;      // bytes
-  Le16 logical_block_size;       // bytes
+  Le32 max_discard_sectors;       // 512-byte sectors; 0: none
+  Le32 discard_granularity;       // bytes
+  Le32 discard_alignment;         // bytes
+  Le16 physical_block_size;       // bytes
+  Le16 logical_block_size;        // bytes
   Le16 max_segments;
   Le16 secure_discard;
   uint8_t obsolete_rotational = 0;
@@ -101,12 +107,13 @@ inline constexpr size_t io_length_min = 24;  // peers without the priority field
 // The type of a user message, or an errno (EINVAL when shorter than a header).
 tl::expected<RnbdType, int> parse_rnbd_type(std::span<const std::byte> user);
 tl::expected<SessionInfo, int> parse_session_info(std::span<const std::byte> user);
-// The name is checked to be terminated, not empty, printable or not is up to the caller; it points into copy.
+// The name is checked to be terminated, not empty, printable or not is up to the caller; it points
+// into copy.
 tl::expected<std::string_view, int> parse_open(std::span<const std::byte> user, Open& copy);
 tl::expected<Close, int> parse_close(std::span<const std::byte> user);
 tl::expected<Io, int> parse_io(std::span<const std::byte> user);
-// Client side: exactly what a client needs to believe a server: block size a power of two from 512 to
-// 32768, sector count that fits in 63-bit bytes.
+// Client side: exactly what a client needs to believe a server: block size a power of two from 512
+// to 32768, sector count that fits in 63-bit bytes.
 tl::expected<OpenResponse, int> parse_open_response(std::span<const std::byte> bytes);
 tl::expected<SessionInfo, int> parse_session_info_response(std::span<const std::byte> bytes);
 bool make_open(std::string_view device_name, AccessMode mode, Open& open);

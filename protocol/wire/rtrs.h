@@ -9,7 +9,6 @@
 #include <optional>
 #include <span>
 #include <string_view>
-
 #include <tl/expected.hpp>
 
 #include "protocol/wire/endian.h"
@@ -17,7 +16,8 @@
 namespace rtrsnbd::wire {
 
 inline constexpr uint16_t rtrs_magic = 0x1BBD;
-inline constexpr uint16_t rtrs_version = 0x0200;  // major in the high byte; the minor is not looked at
+inline constexpr uint16_t rtrs_version =
+    0x0200;  // major in the high byte; the minor is not looked at
 inline constexpr uint32_t connections_per_path_max = 4096;
 inline constexpr uint32_t paths_per_session_max = 128;
 inline constexpr uint32_t queue_depth_max = 65535;
@@ -27,7 +27,13 @@ inline constexpr uint16_t default_port = 1234;
 
 using Uuid = std::array<std::byte, 16>;
 
-enum class RtrsType : uint16_t { info_request = 0, info_response = 1, write = 2, read = 3, rkey_response = 4 };
+enum class RtrsType : uint16_t {
+  info_request = 0,
+  info_response = 1,
+  write = 2,
+  read = 3,
+  rkey_response = 4
+};
 
 // Immediate types, the top 4 bits.
 enum class ImmediateType : uint32_t {
@@ -116,13 +122,19 @@ struct RkeyResponse {
 static_assert(sizeof(RkeyResponse) == 8);
 
 // Number of bits needed to count to n-1: 0 for n <= 1.
-constexpr uint32_t bits_for(uint32_t n) { return n <= 1 ? 0 : static_cast<uint32_t>(std::bit_width(n - 1)); }
+constexpr uint32_t bits_for(uint32_t n) {
+  return n <= 1 ? 0 : static_cast<uint32_t>(std::bit_width(n - 1));
+}
 
 constexpr uint32_t immediate(ImmediateType type, uint32_t payload) {
   return (static_cast<uint32_t>(type) << 28) | (payload & 0x0fffffffU);
 }
-constexpr uint32_t immediate_type(uint32_t imm) { return imm >> 28; }
-constexpr uint32_t immediate_payload(uint32_t imm) { return imm & 0x0fffffffU; }
+constexpr uint32_t immediate_type(uint32_t imm) {
+  return imm >> 28;
+}
+constexpr uint32_t immediate_payload(uint32_t imm) {
+  return imm & 0x0fffffffU;
+}
 
 inline constexpr uint32_t heartbeat_immediate = immediate(ImmediateType::heartbeat, 0);
 inline constexpr uint32_t heartbeat_ack_immediate = immediate(ImmediateType::heartbeat_ack, 0);
@@ -143,7 +155,8 @@ struct IoRequestImmediate {
     return {payload >> memory_bits, payload & ((1U << memory_bits) - 1)};
   }
   [[nodiscard]] constexpr uint32_t encode(uint32_t queue_depth) const {
-    return immediate(ImmediateType::io_request, (chunk_id << (28 - bits_for(queue_depth))) + offset);
+    return immediate(ImmediateType::io_request,
+                     (chunk_id << (28 - bits_for(queue_depth))) + offset);
   }
 };
 
@@ -159,13 +172,16 @@ struct IoResponseImmediate {
             immediate_type(imm) == static_cast<uint32_t>(ImmediateType::io_response_invalidated)};
   }
   [[nodiscard]] constexpr uint32_t encode() const {
-    return immediate(invalidated ? ImmediateType::io_response_invalidated : ImmediateType::io_response,
-                     ((error & 0x1ffU) << 19) | (message_id & 0x7ffffU));
+    return immediate(
+        invalidated ? ImmediateType::io_response_invalidated : ImmediateType::io_response,
+        ((error & 0x1ffU) << 19) | (message_id & 0x7ffffU));
   }
 };
 
-// --- Parsers. Each takes the bytes that arrived, copied out of peer-writable memory by the caller or
-// --- copied here at once, and returns the message or the errno (positive) that describes the refusal.
+// --- Parsers. Each takes the bytes that arrived, copied out of peer-writable memory by the caller
+// or
+// --- copied here at once, and returns the message or the errno (positive) that describes the
+// refusal.
 
 // Checks of the server, specification 2.6: length, magic, major version, cid_num, cid.
 tl::expected<ConnectRequest, int> parse_connect_request(std::span<const std::byte> bytes);
@@ -174,12 +190,13 @@ tl::expected<ConnectRequest, int> parse_connect_request(std::span<const std::byt
 // the parser: look at error_number().
 tl::expected<ConnectResponse, int> parse_connect_response(std::span<const std::byte> bytes);
 
-// What a client demands of the geometry in the first accept before it allocates anything: depth 1 to
-// 65535, sizes that neither overflow nor exceed the immediate's bits, room for a header.
+// What a client demands of the geometry in the first accept before it allocates anything: depth 1
+// to 65535, sizes that neither overflow nor exceed the immediate's bits, room for a header.
 bool geometry_acceptable(const ConnectResponse& response);
 
 // The session name of an INFO_REQ: terminated, 1..254 bytes, no '/' and no '.'. Exactly 272 bytes.
-tl::expected<std::string_view, int> parse_info_request(std::span<const std::byte> bytes, InfoRequest& copy);
+tl::expected<std::string_view, int> parse_info_request(std::span<const std::byte> bytes,
+                                                       InfoRequest& copy);
 
 // Fills request.session_name; false if the name is not allowed.
 bool make_info_request(std::string_view session_name, InfoRequest& request);
@@ -190,9 +207,10 @@ struct ChunkWindow {  // where a peer may write one chunk
   uint32_t rkey;
 };
 
-// Lays out the chunks of an INFO_RSP, specification 4.2, every rule of it. chunks.size() is the queue
-// depth. Returns 0 or an errno.
-int parse_info_response(std::span<const std::byte> bytes, uint32_t chunk_size, std::span<ChunkWindow> chunks);
+// Lays out the chunks of an INFO_RSP, specification 4.2, every rule of it. chunks.size() is the
+// queue depth. Returns 0 or an errno.
+int parse_info_response(std::span<const std::byte> bytes, uint32_t chunk_size,
+                        std::span<ChunkWindow> chunks);
 
 tl::expected<RkeyResponse, int> parse_rkey_response(std::span<const std::byte> bytes);
 
@@ -209,7 +227,7 @@ struct IoRequest {
 // user_length <= offset, descriptor count 0 or 1, descriptor.length == data_length, data_length <=
 // max_io_size. The kind of refusal matters: `protocol` costs the path, specification 8.3.
 enum class IoRequestError { protocol };
-tl::expected<IoRequest, IoRequestError> parse_io_request(std::span<const std::byte> chunk, uint32_t offset,
-                                                         uint32_t max_io_size);
+tl::expected<IoRequest, IoRequestError> parse_io_request(std::span<const std::byte> chunk,
+                                                         uint32_t offset, uint32_t max_io_size);
 
 }  // namespace rtrsnbd::wire

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The client's connection state machine against a server that does whatever the input says, at every
-// stage. Whatever happens, each request that was accepted is completed exactly once, and the path closes.
+// The client's connection state machine against a server that does whatever the input says, at
+// every stage. Whatever happens, each request that was accepted is completed exactly once, and the
+// path closes.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -48,7 +49,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 
   for (int step = 0; step < 200 && !input.empty(); ++step) {
     const uint8_t what = input.byte();
-    test::Peer* const peer = world.peers.empty() ? nullptr : world.peers[input.byte() % world.peers.size()].get();
+    test::Peer* const peer =
+        world.peers.empty() ? nullptr : world.peers[input.byte() % world.peers.size()].get();
     switch (what % 12) {
       case 0:
         world.steps(8);
@@ -69,7 +71,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         if (peer != nullptr) {
           const auto kind = static_cast<fabric::SendKind>(input.byte() % 5);
           const uint32_t immediate = input.word();
-          const auto payload = input.bytes(kind == fabric::SendKind::send_invalidate ? 0 : input.byte() % 64);
+          const auto payload =
+              input.bytes(kind == fabric::SendKind::send_invalidate ? 0 : input.byte() % 64);
           peer->send(kind, immediate, payload, input.byte(), input.byte());
         }
         break;
@@ -77,12 +80,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         if (world.path->state() != rtrs::ClientPath::State::connected) break;
         const uint32_t permit = input.byte() % world.path->geometry().queue_depth;
         bool taken = false;  // the permit's holder alone may use it
-        for (const auto& other : requests) taken = taken || (other.permit == permit && other.request.done == 0);
+        for (const auto& other : requests)
+          taken = taken || (other.permit == permit && other.request.done == 0);
         if (taken) break;
         auto& pending = requests.emplace_back();
         pending.permit = permit;
         const uint8_t form = input.byte();
-        pending.io = rnbd::make_io(0, (form & 1) != 0 ? wire::RnbdOp::write : wire::RnbdOp::read, 0, 1024, {});
+        pending.io = rnbd::make_io(0, (form & 1) != 0 ? wire::RnbdOp::write : wire::RnbdOp::read, 0,
+                                   1024, {});
         pending.request.user = wire::bytes_of(pending.io);
         pending.request.is_read = (form & 1) == 0;
         pending.request.data_length =
@@ -103,12 +108,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
             world.path->geometry().chunk_size() == test::ScriptedServer::chunk_size) {
           const uint32_t permit = requests.back().permit % test::ScriptedServer::depth;
           const auto descriptor = world.descriptor_at(permit, 1024 + sizeof(wire::Io));
-          peer->send(fabric::SendKind::write, 0, input.bytes(input.byte()), descriptor.address + input.byte() % 8,
-                     descriptor.key);
+          peer->send(fabric::SendKind::write, 0, input.bytes(input.byte()),
+                     descriptor.address + input.byte() % 8, descriptor.key);
         }
         break;
       case 8:
-        if (peer != nullptr) (input.byte() & 1) != 0 ? peer->endpoint->abort() : peer->endpoint->disconnect(world.now);
+        if (peer != nullptr)
+          (input.byte() & 1) != 0 ? peer->endpoint->abort() : peer->endpoint->disconnect(world.now);
         break;
       case 9:
         world.now += std::chrono::milliseconds(input.byte() * 100);
@@ -116,7 +122,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         break;
       case 10:
         if (world.path->connection_count() != 0) {
-          world.path->endpoint(input.byte() % world.path->connection_count()).progress(fabric::Wait::no, world.now);
+          world.path->endpoint(input.byte() % world.path->connection_count())
+              .progress(fabric::Wait::no, world.now);
         }
         break;
       case 11:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// rtrsd.yaml as any bytes. Whatever comes in, the answer is a configuration within the documented bounds
-// or a complaint that names the file.
+// rtrsd.yaml as any bytes. Whatever comes in, the answer is a configuration within the documented
+// bounds or a complaint that names the file.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -27,7 +27,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     expect(!volume.name.empty() && volume.name.size() <= 254);
     expect(volume.path.starts_with('/'));
     expect(volume.size % 512 == 0);
-    for (const AccessRule& rule : volume.allow) expect(!rule.address.empty() || !rule.session.empty());
+    for (const AccessRule& rule : volume.allow)
+      expect(!rule.address.empty() || !rule.session.empty());
   }
   return 0;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A client path and a server made of raw endpoints over the in-memory fabric: every message the server
-// sends is the test's.
+// A client path and a server made of raw endpoints over the in-memory fabric: every message the
+// server sends is the test's.
 #pragma once
 
 #include <deque>
@@ -34,7 +34,9 @@ struct Peer : fabric::Handler {
   std::unique_ptr<fabric::LocalMemory> local;  // stands for all of it
   void on_established(std::span<const std::byte>) override {}
   void on_rejected(std::span<const std::byte>) override {}
-  void on_completion(const fabric::Completion& completion) override { completions.push_back(completion); }
+  void on_completion(const fabric::Completion& completion) override {
+    completions.push_back(completion);
+  }
   void on_disconnected(fabric::DisconnectReason, std::string_view) override {}
 
   void send(fabric::SendKind kind, uint32_t immediate, std::span<const std::byte> payload = {},
@@ -69,7 +71,8 @@ struct ScriptedServer {
   static constexpr uint32_t io_size = 8192;
   static constexpr uint32_t chunk_size = io_size + 4096;
 
-  explicit ScriptedServer(MemoryFabricOptions options = {}) : fabric(options), listener(fabric.listen(address)) {
+  explicit ScriptedServer(MemoryFabricOptions options = {})
+      : fabric(options), listener(fabric.listen(address)) {
     response.queue_depth = depth;
     response.max_io_size = io_size;
     response.max_hdr_size = 4096;
@@ -83,7 +86,8 @@ struct ScriptedServer {
   }
 
   void make_path() {
-    path = std::make_unique<rtrs::ClientPath>(fabric, client_options, [](LogLevel, std::string_view) {});
+    path = std::make_unique<rtrs::ClientPath>(fabric, client_options,
+                                              [](LogLevel, std::string_view) {});
     path->start(now);
   }
 
@@ -98,7 +102,8 @@ struct ScriptedServer {
       peer->endpoint = incoming->make_endpoint(*domain);
       peer->endpoint->set_handler(peer.get());
       peer->local = domain->register_local(peer->info.data(), peer->info.size());
-      if (peer->request.cid == 0) peer->endpoint->post_receive(7, peer->info.data(), peer->info.size());
+      if (peer->request.cid == 0)
+        peer->endpoint->post_receive(7, peer->info.data(), peer->info.size());
       peer->endpoint->post_empty_receives(1, 100);
       peer->endpoint->accept(wire::bytes_of(response));
       peers.push_back(std::move(peer));

@@ -91,8 +91,8 @@ void SendQueue::post(const SendRequest& request) {
   }
 }
 
-// Segments of nearly equal size: a short last one would be copied where the others are placed by the
-// kernel.
+// Segments of nearly equal size: a short last one would be copied where the others are placed by
+// the kernel.
 size_t SendQueue::balanced_segment(size_t total) const {
   const size_t count = (total + segment_payload_ - 1) / segment_payload_;
   if (count <= 1) return total;

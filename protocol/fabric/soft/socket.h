@@ -33,9 +33,10 @@ inline constexpr std::chrono::milliseconds sleep_max{500};
 // A peer that acknowledges nothing for so long is gone. As long as RTRS's default heartbeat limit.
 inline constexpr std::chrono::seconds silence_max{25};
 
-// What a connection may have in the kernel's send queue (which doubles the number for its bookkeeping). The
-// kernel would let it grow to megabytes; data that waits there has left the processor's cache when it is
-// copied out at last. Covers what a local network has under way: 1 MiB is 100 Gbit/s over 80 us.
+// What a connection may have in the kernel's send queue (which doubles the number for its
+// bookkeeping). The kernel would let it grow to megabytes; data that waits there has left the
+// processor's cache when it is copied out at last. Covers what a local network has under way: 1 MiB
+// is 100 Gbit/s over 80 us.
 inline constexpr int send_buffer_bytes = 512 * 1024;
 
 // No delay, the limits above. Errors do not matter: the connection then works less well.

@@ -359,7 +359,8 @@ TEST_CASE("only readers may share a path") {
   const std::string reader = "    read-only: true\n";
   const std::string other = "  - name: b\n    path: /a\n";
   CHECK(complaint(volume + reader + other + reader) == "");
-  const std::string refused = "F:%: volumes[1].path: \"/a\": the volume in line 2 has the same path";
+  const std::string refused =
+      "F:%: volumes[1].path: \"/a\": the volume in line 2 has the same path";
   const auto at_line = [&refused](char line) {
     std::string text = refused;
     text[2] = line;

@@ -24,7 +24,8 @@ TEST_CASE("an exclusive holder of a block is alone on it, sharers are together")
       std::mt19937_64 random(thread);
       for (int round = 0; round < 400; ++round) {
         const bool exclusive = random() % 3 == 0;
-        const uint64_t blocks = exclusive ? 1 : 1 + random() % (round % 50 == 0 ? size / block : 64);
+        const uint64_t blocks =
+            exclusive ? 1 : 1 + random() % (round % 50 == 0 ? size / block : 64);
         const uint64_t first = random() % (size / block - blocks + 1);
         const BlockLocks::Guard guard(locks, first * block, blocks * block, exclusive);
         for (uint64_t i = first; i < first + blocks; ++i) {

@@ -18,10 +18,12 @@ TEST_CASE("a server is taken apart") {
     uint16_t port;
     const char* source;
   };
-  for (const auto& c : {Case{"tcp:storage1", "storage1", 1234, ""}, Case{"storage1", "storage1", 1234, ""},
-                        Case{"tcp:127.0.0.1:5000", "127.0.0.1", 5000, ""},
-                        Case{"tcp://storage1:77", "storage1", 77, ""}, Case{"[2001:db8::1]:99", "2001:db8::1", 99, ""},
-                        Case{"tcp:[::1]", "::1", 1234, ""}, Case{"tcp:10.0.0.9@storage1:1235", "storage1", 1235, "10.0.0.9"}}) {
+  for (const auto& c :
+       {Case{"tcp:storage1", "storage1", 1234, ""}, Case{"storage1", "storage1", 1234, ""},
+        Case{"tcp:127.0.0.1:5000", "127.0.0.1", 5000, ""},
+        Case{"tcp://storage1:77", "storage1", 77, ""},
+        Case{"[2001:db8::1]:99", "2001:db8::1", 99, ""}, Case{"tcp:[::1]", "::1", 1234, ""},
+        Case{"tcp:10.0.0.9@storage1:1235", "storage1", 1235, "10.0.0.9"}}) {
     Parameters parameters;
     CAPTURE(c.text);
     CHECK(set_parameter(parameters, "server", c.text) == "");
@@ -39,18 +41,32 @@ TEST_CASE("what cannot be meant is refused with the key, the value and the reaso
     const char* value;
     const char* part;
   };
-  for (const auto& c :
-       {Case{"server", "", "host"}, Case{"server", "tcp:", "host"}, Case{"server", "rdma:storage1", "software RDMA"},
-        Case{"server", "a:70000", "70000"}, Case{"server", "a:x", "x"}, Case{"server", "a,b", "multipath"},
-        Case{"server", "1.2.3.4:5@b", "without a port"}, Case{"server", "*", "host"}, Case{"volume", "", "254"},
-        Case{"access", "wr", "rw, ro or migration"}, Case{"connections", "0", "1 to 16"},
-        Case{"connections", "17", "1 to 16"}, Case{"connections", "2x", "1 to 16"},
-        Case{"connections", "-1", "1 to 16"}, Case{"session", "a/b", "no '/'"}, Case{"session", "a.b", "no '.'"},
-        Case{"session", "", "254"}, Case{"io-timeout", "fast", "not a time"}, Case{"io-timeout", "0", "between"},
-        Case{"io-timeout", "1h", "not a time"}, Case{"io-timeout", "99999999999999999999", "not a time"},
-        Case{"io-timeout", "18446744073709551615", "between"}, Case{"connect-timeout", "601s", "between"},
-        Case{"heartbeat-interval", "99ms", "between"}, Case{"crc", "yes", "auto, on or off"},
-        Case{"srever", "a", "unknown parameter"}}) {
+  for (const auto& c : {Case{"server", "", "host"},
+                        Case{"server", "tcp:", "host"},
+                        Case{"server", "rdma:storage1", "software RDMA"},
+                        Case{"server", "a:70000", "70000"},
+                        Case{"server", "a:x", "x"},
+                        Case{"server", "a,b", "multipath"},
+                        Case{"server", "1.2.3.4:5@b", "without a port"},
+                        Case{"server", "*", "host"},
+                        Case{"volume", "", "254"},
+                        Case{"access", "wr", "rw, ro or migration"},
+                        Case{"connections", "0", "1 to 16"},
+                        Case{"connections", "17", "1 to 16"},
+                        Case{"connections", "2x", "1 to 16"},
+                        Case{"connections", "-1", "1 to 16"},
+                        Case{"session", "a/b", "no '/'"},
+                        Case{"session", "a.b", "no '.'"},
+                        Case{"session", "", "254"},
+                        Case{"io-timeout", "fast", "not a time"},
+                        Case{"io-timeout", "0", "between"},
+                        Case{"io-timeout", "1h", "not a time"},
+                        Case{"io-timeout", "99999999999999999999", "not a time"},
+                        Case{"io-timeout", "18446744073709551615", "between"},
+                        Case{"connect-timeout", "601s", "between"},
+                        Case{"heartbeat-interval", "99ms", "between"},
+                        Case{"crc", "yes", "auto, on or off"},
+                        Case{"srever", "a", "unknown parameter"}}) {
     Parameters parameters;
     const std::string error = set_parameter(parameters, c.key, c.value);
     CAPTURE(error);
@@ -81,7 +97,8 @@ TEST_CASE("every key is known to the help text and to the parser") {
   for (const auto& key : keys()) {
     CHECK(help.find(std::string(key.name) + "=") != std::string::npos);
     Parameters parameters;
-    CHECK(set_parameter(parameters, key.name, "\x01,").find("unknown parameter") == std::string::npos);
+    CHECK(set_parameter(parameters, key.name, "\x01,").find("unknown parameter") ==
+          std::string::npos);
   }
   CHECK(help.back() != '\n');
 }
@@ -89,8 +106,9 @@ TEST_CASE("every key is known to the help text and to the parser") {
 TEST_CASE("an errno NBD does not know becomes EIO, never EINVAL") {
   for (int error = 1; error < 200; ++error) {
     const int result = nbd_error(error);
-    const bool known = error == EPERM || error == EROFS || error == EIO || error == ENOMEM || error == ENOSPC ||
-                       error == EFBIG || error == EDQUOT || error == EINVAL || error == ESHUTDOWN || error == ENOTSUP;
+    const bool known = error == EPERM || error == EROFS || error == EIO || error == ENOMEM ||
+                       error == ENOSPC || error == EFBIG || error == EDQUOT || error == EINVAL ||
+                       error == ESHUTDOWN || error == ENOTSUP;
     CHECK(result == (known ? error : EIO));
   }
 }

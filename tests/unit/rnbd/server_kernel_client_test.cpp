@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A whole conversation in the bytes a kernel client sends: connect, SESS_INFO, OPEN, IO of every kind, CLOSE. Only
-// what names the client's own memory is filled in.
+// A whole conversation in the bytes a kernel client sends: connect, SESS_INFO, OPEN, IO of every
+// kind, CLOSE. Only what names the client's own memory is filled in.
 #include <doctest/doctest.h>
 
 #include <cerrno>
@@ -42,11 +42,12 @@ struct Conversation {
 
   // Writes text into the chunk at start; for a read, the descriptor at its end is made to name room
   // for length bytes here.
-  test::Answer send(uint16_t cid, uint32_t id, uint32_t immediate, uint32_t start, std::vector<std::byte> bytes,
-                    uint32_t length = 0) {
+  test::Answer send(uint16_t cid, uint32_t id, uint32_t immediate, uint32_t start,
+                    std::vector<std::byte> bytes, uint32_t length = 0) {
     if (length != 0) {
       room.assign(length, std::byte{0xee});
-      region = client.domain->register_region(room.data(), room.size(), fabric::Access::remote_write);
+      region =
+          client.domain->register_region(room.data(), room.size(), fabric::Access::remote_write);
       wire::Descriptor descriptor;
       descriptor.address = region->remote_address();
       descriptor.key = region->rkey();
@@ -91,7 +92,8 @@ TEST_CASE("a conversation with a kernel client, in both modes") {
 
     // OPEN "sdb", chunk 1
     auto open = hex("02 00 00 00 01 00 73 64 62", 255);
-    const auto read_message = hex("03 00 08 01 01 00 01 00 00 80 67 05 81 88 ff ff 46 23 01 00 38 00 00 00");
+    const auto read_message =
+        hex("03 00 08 01 01 00 01 00 00 80 67 05 81 88 ff ff 46 23 01 00 38 00 00 00");
     open.insert(open.end(), read_message.begin(), read_message.end());
     CHECK(talk.send(0, 1, 0x00080140, 56, open, 56).error == 0);
     const auto device = wire::parse_open_response(talk.room);
@@ -102,9 +104,10 @@ TEST_CASE("a conversation with a kernel client, in both modes") {
 
     // WRITE of 4096 bytes at sector 2048, chunk 5
     std::vector<std::byte> write(4096, std::byte{0x77});
-    const auto headers = hex("04 00 00 00 00 00 00 00 00 08 00 00 00 00 00 00"
-                             "01 01 00 00 00 10 00 00 00 00 00 00 00 00 00 00"
-                             "02 00 20 00");
+    const auto headers =
+        hex("04 00 00 00 00 00 00 00 00 08 00 00 00 00 00 00"
+            "01 01 00 00 00 10 00 00 00 00 00 00 00 00 00 00"
+            "02 00 20 00");
     write.insert(write.end(), headers.begin(), headers.end());
     CHECK(talk.send(1, 5, 0x00281020, 0, write).error == 0);
     CHECK(volume.bytes[2048 * 512] == std::byte{0x77});
@@ -161,9 +164,10 @@ TEST_CASE("garbage in every padding byte of a kernel client changes nothing") {
   CHECK(talk.send(0, 1, 0x00080140, 56, open, 56).error == 0);
   CHECK(talk.volumes.at("sdb").opens == 1);
   std::vector<std::byte> write(512, std::byte{1});
-  const auto headers = hex("04 00 a5 a5 00 00 00 00 00 00 00 00 00 00 00 00"
-                           "01 01 00 00 00 02 00 00 04 20 a5 a5 a5 a5 a5 a5"
-                           "02 00 20 00");
+  const auto headers =
+      hex("04 00 a5 a5 00 00 00 00 00 00 00 00 00 00 00 00"
+          "01 01 00 00 00 02 00 00 04 20 a5 a5 a5 a5 a5 a5"
+          "02 00 20 00");
   write.insert(write.end(), headers.begin(), headers.end());
   CHECK(talk.send(1, 5, wire::IoRequestImmediate{5, 544}.encode(512), 0, write).error == 0);
 }

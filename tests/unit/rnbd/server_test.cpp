@@ -62,8 +62,9 @@ struct World {
     rtrs::SessionIdentity identity;
     identity.name = name;
     identity.max_io_size = 131072;
-    return rnbd::make_server_session(identity, std::make_unique<test::MemoryVolumes>(volumes),
-                                     [this](LogLevel, std::string_view line) { log.emplace_back(line); });
+    return rnbd::make_server_session(
+        identity, std::make_unique<test::MemoryVolumes>(volumes),
+        [this](LogLevel, std::string_view line) { log.emplace_back(line); });
   }
 
   FakeRequest& submit(std::span<const std::byte> user, Kind kind, size_t data_length,
@@ -93,7 +94,8 @@ struct World {
     close.device_id = id;
     return submit(wire::bytes_of(close), Kind::write, 0);
   }
-  FakeRequest& io(uint32_t id, uint32_t rw, uint64_t sector, uint32_t length, Kind kind, size_t data_length) {
+  FakeRequest& io(uint32_t id, uint32_t rw, uint64_t sector, uint32_t length, Kind kind,
+                  size_t data_length) {
     wire::Io io;
     io.device_id = id;
     io.rw = rw;
@@ -110,7 +112,8 @@ struct World {
   FakeRequest& flush(uint32_t id) {
     return io(id, 0x302, UINT64_MAX, 0, Kind::read_without_descriptor, 0);
   }
-  FakeRequest& special(RnbdOp op, uint32_t id, uint64_t sector, uint32_t length, uint32_t flags = 0) {
+  FakeRequest& special(RnbdOp op, uint32_t id, uint64_t sector, uint32_t length,
+                       uint32_t flags = 0) {
     return io(id, static_cast<uint32_t>(op) | flags, sector, length, Kind::write, 0);
   }
 
@@ -125,7 +128,9 @@ struct World {
 
 // --- SESS_INFO
 
-TEST_CASE("SESS_INFO answers the lower version, as often as it is asked, and nothing but zeroes besides") {
+TEST_CASE(
+    "SESS_INFO answers the lower version, as often as it is asked, and nothing but zeroes "
+    "besides") {
   World world;
   for (const uint8_t version : {uint8_t{2}, uint8_t{0}, uint8_t{1}, uint8_t{255}, uint8_t{2}}) {
     wire::SessionInfo info;
@@ -165,7 +170,8 @@ TEST_CASE("SESS_INFO and OPEN as a write, without descriptor or without room are
 
 TEST_CASE("message-types-unknown, short or meant for clients") {
   World world;
-  for (const char* text : {"", "04", "04 00", "04 00 00", "01 00 00 00", "03 00 00 00", "06 00 00 00", "ff ff 00 00"}) {
+  for (const char* text : {"", "04", "04 00", "04 00 00", "01 00 00 00", "03 00 00 00",
+                           "06 00 00 00", "ff ff 00 00"}) {
     CAPTURE(text);
     auto bytes = hex(text);
     CHECK(world.submit(bytes, Kind::read, 4096).answer == EINVAL);
@@ -208,7 +214,8 @@ TEST_CASE("a device without a write cache promises neither flush nor FUA; one wi
   CHECK(wire::load<wire::OpenResponse>(request.data_bytes.data()).cache_policy == 0);
   world.volumes.at("big").properties.fua = false;
   auto& other = world.open_request("big");
-  CHECK(wire::load<wire::OpenResponse>(other.data_bytes.data()).cache_policy == wire::cache_policy_writeback);
+  CHECK(wire::load<wire::OpenResponse>(other.data_bytes.data()).cache_policy ==
+        wire::cache_policy_writeback);
 }
 
 TEST_CASE("sizes that do not fit their field are saturated, not cut") {
@@ -250,7 +257,8 @@ TEST_CASE("OPEN with an unknown mode, a bad or an unknown name is refused") {
     open.access_mode = mode;
     CHECK(world.submit(wire::bytes_of(open), Kind::read, 56).answer == EINVAL);
   }
-  for (const char* name : {"nothing", "..", "../disk", "/disk", "//disk", "disk/", "DISK", "\x1b[2J"})
+  for (const char* name :
+       {"nothing", "..", "../disk", "/disk", "//disk", "disk/", "DISK", "\x1b[2J"})
     CHECK(world.open_request(name).answer == ENOENT);
   CHECK(world.open_request(std::string(254, 'd')).answer == ENOENT);
   open = {};
@@ -538,7 +546,8 @@ TEST_CASE("a read-only device is not written, however it became read-only") {
   for (const bool by_volume : {false, true}) {
     World world;
     world.volumes.at("disk").properties.read_only = by_volume;
-    const uint32_t id = world.open("disk", by_volume ? AccessMode::read_write : AccessMode::read_only);
+    const uint32_t id =
+        world.open("disk", by_volume ? AccessMode::read_write : AccessMode::read_only);
     CHECK(world.write(id, 0, 512).answer == EPERM);
     CHECK(world.special(RnbdOp::discard, id, 0, 512).answer == EPERM);
     CHECK(world.special(RnbdOp::write_zeroes, id, 0, 512).answer == EPERM);
@@ -577,7 +586,8 @@ TEST_CASE("what reaches the device is the request as it was") {
   };
   struct OneSpy final : rnbd::Volumes {
     Spy* spy = nullptr;
-    tl::expected<std::unique_ptr<rnbd::OpenDevice>, rnbd::OpenError> open(std::string_view, AccessMode) override {
+    tl::expected<std::unique_ptr<rnbd::OpenDevice>, rnbd::OpenError> open(std::string_view,
+                                                                          AccessMode) override {
       auto device = std::make_unique<Spy>();
       device->device_properties.size_bytes = uint64_t{1} << 62;
       device->device_properties.write_zeroes_bytes_max = uint64_t{1} << 40;
@@ -588,7 +598,8 @@ TEST_CASE("what reaches the device is the request as it was") {
   auto volumes = std::make_unique<OneSpy>();
   OneSpy& one = *volumes;
   World world;
-  world.session = rnbd::make_server_session({}, std::move(volumes), [](LogLevel, std::string_view) {});
+  world.session =
+      rnbd::make_server_session({}, std::move(volumes), [](LogLevel, std::string_view) {});
   const uint32_t id = world.open("x");
   auto& write = world.write(id, (uint64_t{1} << 53) - 1, 512, 0x600);
   auto& zero = world.special(RnbdOp::write_zeroes, id, 5, 0xfffffe00, 0x800);

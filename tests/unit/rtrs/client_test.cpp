@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The client's path against a server that is scripted, message by message, over the in-memory fabric: what
-// it sends, and that no answer of a broken or hostile server does more than end the path.
+// The client's path against a server that is scripted, message by message, over the in-memory
+// fabric: what it sends, and that no answer of a broken or hostile server does more than end the
+// path.
 #include <doctest/doctest.h>
 
 #include <cerrno>
@@ -204,7 +205,9 @@ TEST_CASE("a rejected connection says why") {
     rejection.error = static_cast<uint16_t>(-999);
     expected = "999";
   }
-  SUBCASE("errno 0") { expected = "without a reason"; }
+  SUBCASE("errno 0") {
+    expected = "without a reason";
+  }
   const auto span = wire::bytes_of(rejection);
   bytes.assign(span.begin(), span.end());
   SUBCASE("nothing") {
@@ -225,10 +228,18 @@ TEST_CASE("a rejected connection says why") {
 
 TEST_CASE("an accept with an impossible geometry ends the path before anything is allocated") {
   World world;
-  SUBCASE("depth 0") { world.response.queue_depth = 0; }
-  SUBCASE("size 0") { world.response.max_io_size = 0; }
-  SUBCASE("no room for headers") { world.response.max_hdr_size = 0; }
-  SUBCASE("little room for headers") { world.response.max_hdr_size = 100; }
+  SUBCASE("depth 0") {
+    world.response.queue_depth = 0;
+  }
+  SUBCASE("size 0") {
+    world.response.max_io_size = 0;
+  }
+  SUBCASE("no room for headers") {
+    world.response.max_hdr_size = 0;
+  }
+  SUBCASE("little room for headers") {
+    world.response.max_hdr_size = 100;
+  }
   SUBCASE("sum overflows") {
     world.response.max_io_size = 0xffffffff;
     world.response.max_hdr_size = 0xffffffff;
@@ -237,9 +248,15 @@ TEST_CASE("an accept with an impossible geometry ends the path before anything i
     world.response.queue_depth = 65535;
     world.response.max_io_size = 1 << 20;
   }
-  SUBCASE("errno in an accept") { world.response.error = static_cast<uint16_t>(-EIO); }
-  SUBCASE("wrong magic") { world.response.magic = 0x1234; }
-  SUBCASE("wrong major version") { world.response.version = 0x0300; }
+  SUBCASE("errno in an accept") {
+    world.response.error = static_cast<uint16_t>(-EIO);
+  }
+  SUBCASE("wrong magic") {
+    world.response.magic = 0x1234;
+  }
+  SUBCASE("wrong major version") {
+    world.response.version = 0x0300;
+  }
   world.make_path();
   world.steps();
   CHECK(world.path->state() == ClientPath::State::failed);
@@ -251,13 +268,27 @@ TEST_CASE("a malformed INFO response ends the path") {
   world.make_path();
   world.steps();
   auto bytes = world.info_response();
-  SUBCASE("truncated header") { bytes.resize(4); }
-  SUBCASE("truncated descriptors") { bytes.resize(bytes.size() - 1); }
-  SUBCASE("empty") { bytes.clear(); }
-  SUBCASE("wrong type") { bytes[0] = std::byte{2}; }
-  SUBCASE("no descriptors") { bytes[2] = std::byte{0}; }
-  SUBCASE("a length that is no multiple of the chunk") { bytes[8 + 12] = std::byte{1}; }
-  SUBCASE("more than the receive holds") { bytes.resize(400); }
+  SUBCASE("truncated header") {
+    bytes.resize(4);
+  }
+  SUBCASE("truncated descriptors") {
+    bytes.resize(bytes.size() - 1);
+  }
+  SUBCASE("empty") {
+    bytes.clear();
+  }
+  SUBCASE("wrong type") {
+    bytes[0] = std::byte{2};
+  }
+  SUBCASE("no descriptors") {
+    bytes[2] = std::byte{0};
+  }
+  SUBCASE("a length that is no multiple of the chunk") {
+    bytes[8 + 12] = std::byte{1};
+  }
+  SUBCASE("more than the receive holds") {
+    bytes.resize(400);
+  }
   world.peers[0]->send(fabric::SendKind::send, 0, bytes);
   world.steps();
   CHECK(world.path->state() == ClientPath::State::failed);
@@ -271,32 +302,48 @@ TEST_CASE("anything before the INFO response ends the path") {
   SUBCASE("heartbeat") {
     world.peers[0]->send(fabric::SendKind::write_immediate, wire::heartbeat_immediate);
   }
-  SUBCASE("answer on an IO connection") { world.peers[1]->answer(0); }
-  SUBCASE("disconnect") { world.peers[1]->endpoint->disconnect(world.now); }
+  SUBCASE("answer on an IO connection") {
+    world.peers[1]->answer(0);
+  }
+  SUBCASE("disconnect") {
+    world.peers[1]->endpoint->disconnect(world.now);
+  }
   world.steps();
   CHECK(world.path->state() == ClientPath::State::failed);
   CHECK(world.path->closed());
 }
 
-TEST_CASE("a server that does not keep to the protocol costs itself the path, once, and nothing else") {
+TEST_CASE(
+    "a server that does not keep to the protocol costs itself the path, once, and nothing else") {
   World world;
   std::function<void()> misbehave;
   const auto user = pattern(32, 1);
   auto& peers = world.peers;
   bool new_rkey = false;
-  SUBCASE("answers an id out of range") { misbehave = [&] { peers[1]->answer(World::depth); }; }
-  SUBCASE("answers the largest id") { misbehave = [&] { peers[1]->answer(0x7ffff); }; }
-  SUBCASE("answers what is not in flight") { misbehave = [&] { peers[1]->answer(3); }; }
-  SUBCASE("answers on another connection") { misbehave = [&] { peers[2]->answer(0); }; }
+  SUBCASE("answers an id out of range") {
+    misbehave = [&] { peers[1]->answer(World::depth); };
+  }
+  SUBCASE("answers the largest id") {
+    misbehave = [&] { peers[1]->answer(0x7ffff); };
+  }
+  SUBCASE("answers what is not in flight") {
+    misbehave = [&] { peers[1]->answer(3); };
+  }
+  SUBCASE("answers on another connection") {
+    misbehave = [&] { peers[2]->answer(0); };
+  }
   SUBCASE("claims an invalidation") {
     misbehave = [&] {
-      peers[1]->send(fabric::SendKind::write_immediate, wire::IoResponseImmediate{0, 0, true}.encode());
+      peers[1]->send(fabric::SendKind::write_immediate,
+                     wire::IoResponseImmediate{0, 0, true}.encode());
     };
   }
   SUBCASE("invalidates a foreign key") {
     misbehave = [&] { peers[1]->send(fabric::SendKind::send_invalidate, 0); };
   }
-  SUBCASE("sends without an immediate") { misbehave = [&] { peers[1]->send(fabric::SendKind::send, 0); }; }
+  SUBCASE("sends without an immediate") {
+    misbehave = [&] { peers[1]->send(fabric::SendKind::send, 0); };
+  }
   SUBCASE("sends a payload nobody has room for") {
     misbehave = [&] { peers[1]->send(fabric::SendKind::send, 0, user); };
   }
@@ -308,15 +355,16 @@ TEST_CASE("a server that does not keep to the protocol costs itself the path, on
     misbehave = [&] {
       wire::RkeyResponse renewal;
       renewal.buffer_id = 1;
-      peers[1]->send(fabric::SendKind::send_immediate, wire::IoResponseImmediate{0, 0, false}.encode(),
-                     wire::bytes_of(renewal));
+      peers[1]->send(fabric::SendKind::send_immediate,
+                     wire::IoResponseImmediate{0, 0, false}.encode(), wire::bytes_of(renewal));
     };
   }
   SUBCASE("short key response") {
     new_rkey = true;
     misbehave = [&] {
       const wire::RkeyResponse renewal;
-      peers[1]->send(fabric::SendKind::send_immediate, wire::IoResponseImmediate{0, 0, false}.encode(),
+      peers[1]->send(fabric::SendKind::send_immediate,
+                     wire::IoResponseImmediate{0, 0, false}.encode(),
                      wire::bytes_of(renewal).first(7));
     };
   }
@@ -329,12 +377,16 @@ TEST_CASE("a server that does not keep to the protocol costs itself the path, on
     misbehave = [&] {
       wire::RkeyResponse renewal;
       renewal.type = 3;
-      peers[1]->send(fabric::SendKind::send_immediate, wire::IoResponseImmediate{0, 0, false}.encode(),
-                     wire::bytes_of(renewal));
+      peers[1]->send(fabric::SendKind::send_immediate,
+                     wire::IoResponseImmediate{0, 0, false}.encode(), wire::bytes_of(renewal));
     };
   }
-  SUBCASE("hangs up") { misbehave = [&] { peers[2]->endpoint->disconnect(world.now); }; }
-  SUBCASE("vanishes") { misbehave = [&] { peers[1]->endpoint->abort(); }; }
+  SUBCASE("hangs up") {
+    misbehave = [&] { peers[2]->endpoint->disconnect(world.now); };
+  }
+  SUBCASE("vanishes") {
+    misbehave = [&] { peers[1]->endpoint->abort(); };
+  }
   if (new_rkey) world.response.flags = wire::connect_flag_new_rkey;
   world.connect();
   Request request;
@@ -392,7 +444,8 @@ TEST_CASE("a request of a failed path is held until every receiver has left") {
   CHECK(world.path->failure() == "test");
 }
 
-TEST_CASE("a server that still places into an answered read loses the path, and the read waits for it") {
+TEST_CASE(
+    "a server that still places into an answered read loses the path, and the read waits for it") {
   World world;
   world.connect();
   const auto user = pattern(32, 1);
@@ -476,7 +529,9 @@ TEST_CASE("connecting ends within its time when the server falls silent") {
     world.make_path();
     world.steps();
   }
-  SUBCASE("before the first accept") { world.make_path(); }
+  SUBCASE("before the first accept") {
+    world.make_path();
+  }
   world.path->tick(begun + 9999ms);
   CHECK(world.path->state() == ClientPath::State::connecting);
   world.path->tick(begun + 10s);

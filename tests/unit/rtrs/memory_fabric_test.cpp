@@ -32,16 +32,20 @@ struct Recorder final : Handler {
   }
 };
 
-std::span<const std::byte> bytes(std::string_view text) { return std::as_bytes(std::span(text)); }
+std::span<const std::byte> bytes(std::string_view text) {
+  return std::as_bytes(std::span(text));
+}
 
 // A connected pair.
 struct Pair {
   explicit Pair(const test::MemoryFabricOptions& options = {}) : fabric(options) {
-    active = fabric.connect_raw(*active_domain, {memory_address("10.0.0.1", 1234), {}}, bytes("hello"));
+    active =
+        fabric.connect_raw(*active_domain, {memory_address("10.0.0.1", 1234), {}}, bytes("hello"));
     active->set_handler(&active_side);
     listener->progress({}, [this](std::unique_ptr<ConnectRequest> request) {
       CHECK(Recorder::text(request->private_data()) == "hello");
-      passive.reset(dynamic_cast<MemoryEndpoint*>(request->make_endpoint(*passive_domain).release()));
+      passive.reset(
+          dynamic_cast<MemoryEndpoint*>(request->make_endpoint(*passive_domain).release()));
     });
     passive->set_handler(&passive_side);
     passive->accept(bytes("welcome"));
@@ -50,12 +54,17 @@ struct Pair {
   }
   bool write(uint32_t key, uint64_t address, std::string_view text, bool copy = true) {
     const Segment segment{bytes(text).data(), text.size(), nullptr};
-    return active->post_send({.kind = SendKind::write_immediate, .copy = copy, .immediate = 7, .rkey = key,
-                              .remote_address = address, .segments = {&segment, 1}});
+    return active->post_send({.kind = SendKind::write_immediate,
+                              .copy = copy,
+                              .immediate = 7,
+                              .rkey = key,
+                              .remote_address = address,
+                              .segments = {&segment, 1}});
   }
 
   MemoryFabric fabric;
-  std::unique_ptr<Domain> active_domain = fabric.make_domain(), passive_domain = fabric.make_domain();
+  std::unique_ptr<Domain> active_domain = fabric.make_domain(),
+                          passive_domain = fabric.make_domain();
   std::unique_ptr<Listener> listener = fabric.listen(memory_address("10.0.0.1", 1234));
   Recorder active_side, passive_side;
   std::unique_ptr<MemoryEndpoint> active, passive;
@@ -66,8 +75,8 @@ struct Pair {
 TEST_CASE("a write lands where the key says, and takes a receive for its immediate") {
   Pair pair;
   std::string memory(16, '.');
-  const auto region = pair.passive_domain->register_region(reinterpret_cast<std::byte*>(memory.data()), 16,
-                                                           Access::remote_write);
+  const auto region = pair.passive_domain->register_region(
+      reinterpret_cast<std::byte*>(memory.data()), 16, Access::remote_write);
   pair.passive->post_empty_receives(3, 2);
   pair.write(region->rkey(), region->remote_address() + 4, "data");
   CHECK(pair.passive->pending() == 0);  // not flushed
@@ -82,15 +91,17 @@ TEST_CASE("a write lands where the key says, and takes a receive for its immedia
   CHECK(pair.passive->receives() == 1);
 }
 
-TEST_CASE("keys that are unknown, stale, revoked, of another domain or out of bounds cost the connection") {
+TEST_CASE(
+    "keys that are unknown, stale, revoked, of another domain or out of bounds cost the "
+    "connection") {
   std::string memory(16, '.');
   const auto outcome = [&memory](auto choose) {
     Pair pair;
-    const auto mine = pair.passive_domain->register_region(reinterpret_cast<std::byte*>(memory.data()), 16,
-                                                           Access::remote_write);
+    const auto mine = pair.passive_domain->register_region(
+        reinterpret_cast<std::byte*>(memory.data()), 16, Access::remote_write);
     const auto other_domain = pair.fabric.make_domain();
-    const auto foreign = other_domain->register_region(reinterpret_cast<std::byte*>(memory.data()), 16,
-                                                       Access::remote_write);
+    const auto foreign = other_domain->register_region(reinterpret_cast<std::byte*>(memory.data()),
+                                                       16, Access::remote_write);
     pair.passive->post_empty_receives(3, 2);
     choose(pair, *mine, *foreign);
     pair.active->flush(Wait::no);
@@ -101,11 +112,21 @@ TEST_CASE("keys that are unknown, stale, revoked, of another domain or out of bo
     CHECK(memory == "................");
     return false;
   };
-  CHECK(!outcome([](Pair& p, Region& mine, Region&) { p.write(mine.rkey() + 256, mine.remote_address(), "x"); }));
-  CHECK(!outcome([](Pair& p, Region& mine, Region&) { p.write(mine.rkey() + 1, mine.remote_address(), "x"); }));
-  CHECK(!outcome([](Pair& p, Region&, Region& foreign) { p.write(foreign.rkey(), foreign.remote_address(), "x"); }));
-  CHECK(!outcome([](Pair& p, Region& mine, Region&) { p.write(mine.rkey(), mine.remote_address() + 16, "x"); }));
-  CHECK(!outcome([](Pair& p, Region& mine, Region&) { p.write(mine.rkey(), mine.remote_address() - 1, "x"); }));
+  CHECK(!outcome([](Pair& p, Region& mine, Region&) {
+    p.write(mine.rkey() + 256, mine.remote_address(), "x");
+  }));
+  CHECK(!outcome([](Pair& p, Region& mine, Region&) {
+    p.write(mine.rkey() + 1, mine.remote_address(), "x");
+  }));
+  CHECK(!outcome([](Pair& p, Region&, Region& foreign) {
+    p.write(foreign.rkey(), foreign.remote_address(), "x");
+  }));
+  CHECK(!outcome([](Pair& p, Region& mine, Region&) {
+    p.write(mine.rkey(), mine.remote_address() + 16, "x");
+  }));
+  CHECK(!outcome([](Pair& p, Region& mine, Region&) {
+    p.write(mine.rkey(), mine.remote_address() - 1, "x");
+  }));
   CHECK(!outcome([](Pair& p, Region& mine, Region&) { p.write(mine.rkey(), UINT64_MAX, "xx"); }));
   CHECK(!outcome([](Pair& p, Region& mine, Region&) {
     mine.invalidate();
@@ -127,8 +148,8 @@ TEST_CASE("keys that are unknown, stale, revoked, of another domain or out of bo
 TEST_CASE("payloads that are not copied are read at delivery") {
   Pair pair;
   std::string memory(4, '.'), source = "old!";
-  const auto region =
-      pair.passive_domain->register_region(reinterpret_cast<std::byte*>(memory.data()), 4, Access::remote_write);
+  const auto region = pair.passive_domain->register_region(
+      reinterpret_cast<std::byte*>(memory.data()), 4, Access::remote_write);
   pair.passive->post_empty_receives(0, 2);
   pair.write(region->rkey(), region->remote_address(), source, false);
   pair.active->flush(Wait::no);

@@ -36,8 +36,9 @@ int outcome_of_first(Change change) {
 }
 
 bool mentions(const std::vector<std::string>& lines, std::string_view text) {
-  return std::any_of(lines.begin(), lines.end(),
-                     [text](const std::string& line) { return line.find(text) != std::string::npos; });
+  return std::any_of(lines.begin(), lines.end(), [text](const std::string& line) {
+    return line.find(text) != std::string::npos;
+  });
 }
 
 RawClientOptions second_path(const RawClientOptions& first) {
@@ -65,7 +66,8 @@ TEST_CASE("a good client connects, and is told the geometry on each connection")
       CHECK(connection->response->error == 0);
     }
     // One key for all chunks, or one for each.
-    CHECK(wire::load<wire::InfoResponseHeader>(client.info.data()).descriptor_count == (new_rkey ? 8 : 1));
+    CHECK(wire::load<wire::InfoResponseHeader>(client.info.data()).descriptor_count ==
+          (new_rkey ? 8 : 1));
     CHECK(world.fabric.region_count() == (new_rkey ? 8 : 1));
     REQUIRE(world.identities.size() == 1);
     CHECK(world.identities[0].name == "client");
@@ -77,7 +79,9 @@ TEST_CASE("a good client connects, and is told the geometry on each connection")
   }
 }
 
-TEST_CASE("receives stand ready before the client can use them: 512 on connection 0, queue depth on the others") {
+TEST_CASE(
+    "receives stand ready before the client can use them: 512 on connection 0, queue depth on the "
+    "others") {
   ServerWorld world;
   RawClient client(world);
   client.open(0);
@@ -285,7 +289,8 @@ TEST_CASE("sessions-beyond-the-limit: refused with EUSERS, the line names limit 
   auto limits = ServerWorld::small_limits();
   limits.sessions_max = 2;
   ServerWorld world(limits);
-  RawClient one(world), two(world, {.name = "two", .session = 2}), three(world, {.name = "three", .session = 3});
+  RawClient one(world), two(world, {.name = "two", .session = 2}),
+      three(world, {.name = "three", .session = 3});
   CHECK(one.connect());
   CHECK(two.connect());
   three.open(0);
@@ -319,7 +324,8 @@ TEST_CASE("memory-beyond-the-limit: refused with ENOMEM, and nothing is left beh
   CHECK(again.connect());
 }
 
-TEST_CASE("half-open-paths-flood: strangers hold a bounded number, time frees them, good clients stay") {
+TEST_CASE(
+    "half-open-paths-flood: strangers hold a bounded number, time frees them, good clients stay") {
   auto limits = ServerWorld::small_limits();
   limits.half_open_paths_max = 5;
   ServerWorld world(limits);
@@ -362,8 +368,8 @@ TEST_CASE("half-open-paths-flood of one host does not shut out another, nor for 
   ServerWorld world(limits);
   std::vector<std::unique_ptr<RawClient>> flood;
   const auto stranger = [&world, &flood](uint64_t i) {
-    auto& client = *flood.emplace_back(
-        std::make_unique<RawClient>(world, RawClientOptions{.session = 1000 + i, .path = 1000 + i}));
+    auto& client = *flood.emplace_back(std::make_unique<RawClient>(
+        world, RawClientOptions{.session = 1000 + i, .path = 1000 + i}));
     client.open(0);
     return outcome(client, 0);
   };
@@ -392,7 +398,8 @@ TEST_CASE("half-open-paths-flood of one host does not shut out another, nor for 
   CHECK(world.allocated == 2 * limits.session_bytes());
 }
 
-TEST_CASE("a half-open path is closed exactly when its time is over, counted from its first request") {
+TEST_CASE(
+    "a half-open path is closed exactly when its time is over, counted from its first request") {
   ServerWorld world;
   RawClient client(world);
   client.open(0);
@@ -505,7 +512,8 @@ TEST_CASE("info-request-malformed") {
 }
 
 TEST_CASE("odd but legal session names are accepted, and logged as plain text") {
-  for (const std::string& name : {std::string("%n%s"), std::string("\x1b[2J\n\xff"), std::string(254, 'x')}) {
+  for (const std::string& name :
+       {std::string("%n%s"), std::string("\x1b[2J\n\xff"), std::string(254, 'x')}) {
     ServerWorld world;
     RawClientOptions options;
     options.name = name;
@@ -602,9 +610,11 @@ TEST_CASE("settings that cannot work are refused when the server is made") {
   CHECK_THROWS_AS(attempt([](auto& l) { l.queue_depth = 65536; }), std::invalid_argument);
   CHECK_THROWS_AS(attempt([](auto& l) { l.max_io_size = 0; }), std::invalid_argument);
   CHECK_THROWS_AS(attempt([](auto& l) { l.max_header_size = 2087; }), std::invalid_argument);
-  CHECK_THROWS_AS(attempt([](auto& l) { l.queue_depth = 512, l.max_io_size = 524288; }), std::invalid_argument);
+  CHECK_THROWS_AS(attempt([](auto& l) { l.queue_depth = 512, l.max_io_size = 524288; }),
+                  std::invalid_argument);
   CHECK_THROWS_AS(attempt([](auto& l) { l.max_io_size = 0xffffffff; }), std::invalid_argument);
-  CHECK_THROWS_AS(attempt([](auto& l) { l.always_invalidate = true; }, {.fresh_rkey = false}), std::invalid_argument);
+  CHECK_THROWS_AS(attempt([](auto& l) { l.always_invalidate = true; }, {.fresh_rkey = false}),
+                  std::invalid_argument);
   CHECK_NOTHROW(attempt([](auto&) {}));
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Requests and answers of a connected path: both modes, and every way to ask for something one should not.
+// Requests and answers of a connected path: both modes, and every way to ask for something one
+// should not.
 #include <doctest/doctest.h>
 
 #include <cerrno>
@@ -23,7 +24,8 @@ namespace {
 
 std::vector<std::byte> pattern(size_t length, uint32_t seed) {
   std::vector<std::byte> bytes(length);
-  for (size_t i = 0; i < length; ++i) bytes[i] = static_cast<std::byte>((i * 31 + seed * 7 + (i >> 8)) & 0xff);
+  for (size_t i = 0; i < length; ++i)
+    bytes[i] = static_cast<std::byte>((i * 31 + seed * 7 + (i >> 8)) & 0xff);
   return bytes;
 }
 
@@ -64,8 +66,9 @@ wire::Descriptor descriptor(uint64_t address, uint32_t key, uint32_t length) {
 }
 
 bool mentions(const std::vector<std::string>& lines, std::string_view text) {
-  return std::any_of(lines.begin(), lines.end(),
-                     [text](const std::string& line) { return line.find(text) != std::string::npos; });
+  return std::any_of(lines.begin(), lines.end(), [text](const std::string& line) {
+    return line.find(text) != std::string::npos;
+  });
 }
 
 }  // namespace
@@ -151,7 +154,8 @@ TEST_CASE("a failed read transfers nothing, but invalidates what it was told to"
 
 TEST_CASE("a read without descriptor, as FLUSH travels, is answered without data or invalidation") {
   for (const bool new_rkey : {false, true}) {
-    for (const uint16_t flags : {uint16_t{0}, wire::read_flag_need_invalidation, uint16_t{0xffff}}) {
+    for (const uint16_t flags :
+         {uint16_t{0}, wire::read_flag_need_invalidation, uint16_t{0xffff}}) {
       Session session(new_rkey);
       session.client.read_with(1, 3, session.user, 0, {}, 0, flags);
       session.client.settle();
@@ -189,7 +193,9 @@ TEST_CASE("every errno of the wire comes through; what does not fit becomes EIO"
   struct {
     int error;
     uint32_t seen;
-  } const cases[] = {{0, 0}, {1, 1}, {EOPNOTSUPP, EOPNOTSUPP}, {511, 511}, {512, EIO}, {524, EIO}, {-5, EIO}, {1 << 20, EIO}};
+  } const cases[] = {{0, 0},     {1, 1},        {EOPNOTSUPP, EOPNOTSUPP},
+                     {511, 511}, {512, EIO},    {524, EIO},
+                     {-5, EIO},  {1 << 20, EIO}};
   for (const auto& c : cases) {
     session.world.upper.error = c.error;
     session.client.write(1, 0, session.user);
@@ -205,7 +211,8 @@ TEST_CASE("each request reposts its receive, so a client can go on for ever") {
     session.world.upper.answer_at_once = true;
     const auto data = pattern(512, 3);
     for (int i = 0; i < 2000; ++i) {
-      session.client.write(static_cast<uint16_t>(i % 3), static_cast<uint32_t>(i % 8), session.user, data);
+      session.client.write(static_cast<uint16_t>(i % 3), static_cast<uint32_t>(i % 8), session.user,
+                           data);
       session.client.settle();
     }
     CHECK(session.client.answers.size() == 2000);
@@ -217,7 +224,8 @@ TEST_CASE("each request reposts its receive, so a client can go on for ever") {
 TEST_CASE("the whole queue depth may be in flight at once, on one connection") {
   for (const bool new_rkey : {false, true}) {
     Session session(new_rkey);
-    for (uint32_t id = 0; id < 8; ++id) session.client.write(1, id, session.user, pattern(16384, id));
+    for (uint32_t id = 0; id < 8; ++id)
+      session.client.write(1, id, session.user, pattern(16384, id));
     session.client.settle();
     REQUIRE(session.world.upper.waiting.size() == 8);
     for (uint32_t id = 0; id < 8; ++id) {
@@ -305,8 +313,8 @@ TEST_CASE("request-outside-the-chunks") {
     // Depth 6 leaves ids 6 and 7 expressible.
     for (const uint32_t immediate :
          {wire::IoRequestImmediate{6, 100}.encode(8), wire::IoRequestImmediate{7, 0}.encode(8),
-          wire::IoRequestImmediate{0, 20480}.encode(8), wire::IoRequestImmediate{0, (1 << 25) - 1}.encode(8),
-          uint32_t{0x0fffffff}}) {
+          wire::IoRequestImmediate{0, 20480}.encode(8),
+          wire::IoRequestImmediate{0, (1 << 25) - 1}.encode(8), uint32_t{0x0fffffff}}) {
       CAPTURE(immediate);
       auto limits = limits_of(new_rkey);
       limits.queue_depth = 6;
@@ -344,11 +352,16 @@ TEST_CASE("header-malformed: offsets, types, lengths, descriptors") {
       {"data longer than allowed", 16384 + 9, "02 00 08 00"},
       {"read of two descriptors", 4096 + 8, "03 00 08 00 00 00 02 00"},
       {"read of 65535 descriptors", 4096 + 8, "03 00 08 00 00 00 ff ff"},
-      {"descriptor shorter than the data", 4096 + 8, "03 00 08 00 00 00 01 00 00 00 00 00 00 00 00 00 00 00 00 00 ff 0f 00 00"},
-      {"descriptor longer than the data", 4096 + 8, "03 00 08 00 00 00 01 00 00 00 00 00 00 00 00 00 00 00 00 00 01 10 00 00"},
-      {"descriptor without length", 4096 + 8, "03 00 08 00 00 00 01 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00"},
-      {"descriptor of 4 GiB", 4096 + 8, "03 00 08 00 00 00 01 00 00 00 00 00 00 00 00 00 00 00 00 00 ff ff ff ff"},
-      {"descriptor for no data", 8, "03 00 08 00 00 00 01 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00"},
+      {"descriptor shorter than the data", 4096 + 8,
+       "03 00 08 00 00 00 01 00 00 00 00 00 00 00 00 00 00 00 00 00 ff 0f 00 00"},
+      {"descriptor longer than the data", 4096 + 8,
+       "03 00 08 00 00 00 01 00 00 00 00 00 00 00 00 00 00 00 00 00 01 10 00 00"},
+      {"descriptor without length", 4096 + 8,
+       "03 00 08 00 00 00 01 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00"},
+      {"descriptor of 4 GiB", 4096 + 8,
+       "03 00 08 00 00 00 01 00 00 00 00 00 00 00 00 00 00 00 00 00 ff ff ff ff"},
+      {"descriptor for no data", 8,
+       "03 00 08 00 00 00 01 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00"},
   };
   for (const bool new_rkey : {false, true}) {
     for (const auto& c : cases) {
@@ -371,7 +384,8 @@ TEST_CASE("header-malformed: offsets, types, lengths, descriptors") {
   }
 }
 
-TEST_CASE("requests without user message and with the longest, without data and with the most are fine") {
+TEST_CASE(
+    "requests without user message and with the longest, without data and with the most are fine") {
   Session session(false);
   session.world.upper.answer_at_once = true;
   auto& client = session.client;
@@ -391,7 +405,8 @@ TEST_CASE("read-into-a-bogus-key: the client's refusal breaks its own path only"
     other.read(1, 0, session.user, 512);  // registers memory whose key the first client now names
     other.settle();
     const auto& foreign = *other.read_regions[0];
-    session.client.read_with(1, 0, session.user, 512, descriptor(foreign.remote_address(), foreign.rkey(), 512), 1, 0);
+    session.client.read_with(1, 0, session.user, 512,
+                             descriptor(foreign.remote_address(), foreign.rkey(), 512), 1, 0);
     session.client.settle();
     CHECK(session.client.dead());
     CHECK(other.alive());
@@ -447,7 +462,8 @@ namespace {
 
 // Two paths of one session.
 struct TwoPaths {
-  explicit TwoPaths(bool new_rkey) : world(limits_of(new_rkey)), one(world), two(world, second(one.options)) {
+  explicit TwoPaths(bool new_rkey)
+      : world(limits_of(new_rkey)), one(world), two(world, second(one.options)) {
     REQUIRE(one.connect());
     REQUIRE(two.connect());
   }
@@ -469,7 +485,8 @@ struct TwoPaths {
 
 }  // namespace
 
-TEST_CASE("failover: the resent request waits for its first copy, and is then executed and answered") {
+TEST_CASE(
+    "failover: the resent request waits for its first copy, and is then executed and answered") {
   for (const bool new_rkey : {false, true}) {
     for (const bool path_dies_first : {true, false}) {
       TwoPaths paths(new_rkey);
@@ -564,7 +581,8 @@ TEST_CASE("an empty SEND with immediate is as good as an empty write with it") {
   CHECK(session.client.alive());
 }
 
-TEST_CASE("immediates that no client sends are ignored, with one line in the log, and starve nobody") {
+TEST_CASE(
+    "immediates that no client sends are ignored, with one line in the log, and starve nobody") {
   Session session(false);
   session.world.upper.answer_at_once = true;
   const size_t before = session.world.log.size();
@@ -593,7 +611,7 @@ TEST_CASE("a request before INFO_RSP is no request") {
 
 TEST_CASE("requests that arrive after the path began to close are dropped") {
   Session session(false);
-  session.client.immediate(1, 0x0fffffff);  // closes the path
+  session.client.immediate(1, 0x0fffffff);   // closes the path
   session.client.write(1, 1, session.user);  // in the same batch
   session.client.write(2, 2, session.user);
   session.client.settle();
@@ -617,7 +635,8 @@ TEST_CASE("a client that reads nothing cannot make us queue without end") {
     client.write(1, i % 8, session.user);
     while (world.turn()) {
     }
-    if (auto* const peer = client.connections[1]->endpoint->peer()) most = std::max(most, peer->unflushed());
+    if (auto* const peer = client.connections[1]->endpoint->peer())
+      most = std::max(most, peer->unflushed());
   }
   CHECK(client.connections[1]->endpoint->closed());
   CHECK(most <= 4 * (4 * 8 + 64));
@@ -629,7 +648,9 @@ TEST_CASE("a client that reads nothing cannot make us queue without end") {
   CHECK(good.alive());
 }
 
-TEST_CASE("a client that is slow, but keeps to its queue depth, is not taken for one that reads nothing") {
+TEST_CASE(
+    "a client that is slow, but keeps to its queue depth, is not taken for one that reads "
+    "nothing") {
   Session session(false, {.messages_in_flight_max = 4});
   auto& world = session.world;
   auto& client = session.client;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How paths and sessions end: silence, losses in every order, draining; and what must survive until when.
+// How paths and sessions end: silence, losses in every order, draining; and what must survive until
+// when.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -20,7 +21,8 @@ using test::ServerWorld;
 namespace {
 
 struct Session {
-  explicit Session(const rtrs::ServerLimits& limits = ServerWorld::small_limits(), RawClientOptions options = {})
+  explicit Session(const rtrs::ServerLimits& limits = ServerWorld::small_limits(),
+                   RawClientOptions options = {})
       : world(limits), client(world, std::move(options)) {
     REQUIRE(client.connect());
   }
@@ -41,8 +43,9 @@ struct Session {
 };
 
 bool mentions(const std::vector<std::string>& lines, std::string_view text) {
-  return std::any_of(lines.begin(), lines.end(),
-                     [text](const std::string& line) { return line.find(text) != std::string::npos; });
+  return std::any_of(lines.begin(), lines.end(), [text](const std::string& line) {
+    return line.find(text) != std::string::npos;
+  });
 }
 
 RawClientOptions silent() {
@@ -76,7 +79,8 @@ TEST_CASE("a heartbeat is answered at once, on connection 0, whichever connectio
   }
 }
 
-TEST_CASE("a client that answers no heartbeat is dead 35 s after its last sign of life, not earlier") {
+TEST_CASE(
+    "a client that answers no heartbeat is dead 35 s after its last sign of life, not earlier") {
   Session session(ServerWorld::small_limits(), silent());
   session.client.advance(34500ms);
   CHECK(session.client.heartbeats == 1);  // no second one while the first is unanswered
@@ -109,7 +113,8 @@ TEST_CASE("with the fast setting it takes 3.5 s") {
   CHECK(session.client.dead());
 }
 
-TEST_CASE("any request on any connection is a sign of life, and so are beats and acks of the peer") {
+TEST_CASE(
+    "any request on any connection is a sign of life, and so are beats and acks of the peer") {
   for (const int kind : {0, 1, 2, 3}) {
     CAPTURE(kind);
     Session session(ServerWorld::small_limits(), silent());
@@ -155,7 +160,9 @@ TEST_CASE("disconnect of any connections, in any order, ends the path and frees 
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-TEST_CASE("requests in flight when the path dies are executed to the end; then all is freed, and not before") {
+TEST_CASE(
+    "requests in flight when the path dies are executed to the end; then all is freed, and not "
+    "before") {
   for (const bool new_rkey : {false, true}) {
     auto limits = ServerWorld::small_limits();
     limits.always_invalidate = new_rkey;
@@ -186,7 +193,9 @@ TEST_CASE("requests in flight when the path dies are executed to the end; then a
   }
 }
 
-TEST_CASE("while a lost session's requests run, its uuid cannot be used; then the client comes back at once") {
+TEST_CASE(
+    "while a lost session's requests run, its uuid cannot be used; then the client comes back at "
+    "once") {
   Session session;
   session.client.write(1, 1, session.user);
   session.client.settle();
@@ -277,7 +286,8 @@ TEST_CASE("the server may be destroyed with open connections") {
   CHECK(session.world.directory.session_count() == 0);
 }
 
-TEST_CASE("clients that come and go in a loop do not fill the log, and others are heard again later") {
+TEST_CASE(
+    "clients that come and go in a loop do not fill the log, and others are heard again later") {
   ServerWorld world;
   const auto come_and_go = [&world](uint64_t i) {
     RawClient client(world, {.session = i, .path = i});

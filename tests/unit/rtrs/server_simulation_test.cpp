@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Random schedules: sessions of two paths whose connections come, go and fall silent at any moment, requests that are
-// resent on the other path, answers in any order, messages delivered one at a time. A seed is a whole
-// history; a failure prints it.
+// Random schedules: sessions of two paths whose connections come, go and fall silent at any moment,
+// requests that are resent on the other path, answers in any order, messages delivered one at a
+// time. A seed is a whole history; a failure prints it.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -32,7 +32,8 @@ constexpr size_t path_count = 2;
 constexpr uint16_t connection_count = 2;
 
 struct Simulation {
-  explicit Simulation(uint64_t seed) : random(seed), world(limits(seed), {.any_local = seed % 3 != 0}) {
+  explicit Simulation(uint64_t seed)
+      : random(seed), world(limits(seed), {.any_local = seed % 3 != 0}) {
     world.make_upper = [this](const rtrs::SessionIdentity& identity) {
       ++ups;
       return std::make_unique<Upper>(*this, identity.name);
@@ -49,7 +50,8 @@ struct Simulation {
 
   uint64_t pick(uint64_t below) { return random() % below; }
 
-  // --- The upper layer: executes one request per chunk at a time, answers when the schedule says so.
+  // --- The upper layer: executes one request per chunk at a time, answers when the schedule says
+  // so.
 
   struct Executing {
     rtrs::ServerRequest* request;
@@ -57,7 +59,8 @@ struct Simulation {
     std::string session;
   };
   struct Upper final : rtrs::UpperSession {
-    Upper(Simulation& simulation_in, std::string name_in) : simulation(simulation_in), name(std::move(name_in)) {}
+    Upper(Simulation& simulation_in, std::string name_in)
+        : simulation(simulation_in), name(std::move(name_in)) {}
     ~Upper() override {
       CHECK(down);
       ++simulation.destroyed;
@@ -94,9 +97,11 @@ struct Simulation {
     const auto chosen = executing.begin() + static_cast<ptrdiff_t>(pick(executing.size()));
     const Executing one = *chosen;
     executing.erase(chosen);
-    // A write's data must be what the client sent until the very end, whatever happened to its path.
+    // A write's data must be what the client sent until the very end, whatever happened to its
+    // path.
     if (!one.request->is_read())
-      for (const std::byte byte : one.request->data()) CHECK(byte == static_cast<std::byte>(one.serial));
+      for (const std::byte byte : one.request->data())
+        CHECK(byte == static_cast<std::byte>(one.serial));
     one.request->respond(error_of(one.serial));
   }
 
@@ -119,7 +124,8 @@ struct Simulation {
     std::array<Path, path_count> paths;
     std::array<std::optional<Outstanding>, depth> outstanding;  // by chunk
     [[nodiscard]] bool any_connected() const {
-      return std::any_of(paths.begin(), paths.end(), [](const auto& path) { return path.connected; });
+      return std::any_of(paths.begin(), paths.end(),
+                         [](const auto& path) { return path.connected; });
     }
   };
 
@@ -163,9 +169,11 @@ struct Simulation {
       for (size_t p = 0; p < path_count; ++p) {
         auto& path = sessions[s].paths[p];
         if (!path.client) continue;
-        const bool dead = std::any_of(
-            path.client->connections.begin(), path.client->connections.end(),
-            [](const auto& connection) { return connection && (connection->disconnected || connection->rejected); });
+        const bool dead =
+            std::any_of(path.client->connections.begin(), path.client->connections.end(),
+                        [](const auto& connection) {
+                          return connection && (connection->disconnected || connection->rejected);
+                        });
         if (dead) give_up(s, p);
       }
     }
@@ -191,7 +199,8 @@ struct Simulation {
     const size_t p = pick(path_count);
     const auto id = static_cast<uint32_t>(pick(depth));
     if (!session.paths[p].connected || session.outstanding[id]) return;
-    session.outstanding[id] = {++serials, p, 0, pick(2) == 0, static_cast<uint32_t>(1 + pick(1024))};
+    session.outstanding[id] = {++serials, p, 0, pick(2) == 0,
+                               static_cast<uint32_t>(1 + pick(1024))};
     send(s, id);
   }
   void send(size_t s, uint32_t id) {
@@ -265,9 +274,12 @@ struct Simulation {
     auto& connection = path.client->connections[pick(connection_count)];
     if (!connection) return;
     switch (pick(4)) {
-      case 0: return connection->endpoint->drop();
-      case 1: return connection->endpoint->disconnect(world.now);
-      case 2: return connection->endpoint->abort();
+      case 0:
+        return connection->endpoint->drop();
+      case 1:
+        return connection->endpoint->disconnect(world.now);
+      case 2:
+        return connection->endpoint->abort();
       case 3:
         for (auto& each : path.client->connections)
           if (each) each->endpoint->go_silent();
@@ -278,13 +290,38 @@ struct Simulation {
   void step() {
     const size_t s = pick(session_count), p = pick(path_count);
     switch (pick(20)) {
-      case 0: case 1: case 2: connect_step(s, p); break;
-      case 3: case 4: accept(); break;
-      case 5: case 6: case 7: submit(s); break;
-      case 8: case 9: case 10: deliver_to_server(); break;
-      case 11: case 12: flush_server(); break;
-      case 13: case 14: case 15: deliver_to_client(s, p); break;
-      case 16: case 17: answer_one(); break;
+      case 0:
+      case 1:
+      case 2:
+        connect_step(s, p);
+        break;
+      case 3:
+      case 4:
+        accept();
+        break;
+      case 5:
+      case 6:
+      case 7:
+        submit(s);
+        break;
+      case 8:
+      case 9:
+      case 10:
+        deliver_to_server();
+        break;
+      case 11:
+      case 12:
+        flush_server();
+        break;
+      case 13:
+      case 14:
+      case 15:
+        deliver_to_client(s, p);
+        break;
+      case 16:
+      case 17:
+        answer_one();
+        break;
       case 18:
         if (pick(10) == 0) disturb(s, p);
         break;
@@ -317,7 +354,8 @@ struct Simulation {
     CHECK(ups == destroyed);
     CHECK(world.server->idle());
     // Good clients, however unlucky, are never accused.
-    for (const auto& line : world.warnings) CHECK(line.find("protocol violation") == std::string::npos);
+    for (const auto& line : world.warnings)
+      CHECK(line.find("protocol violation") == std::string::npos);
   }
 
   std::mt19937_64 random;

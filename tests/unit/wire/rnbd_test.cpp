@@ -20,7 +20,9 @@ namespace {
 template <typename... Parts>
 std::vector<std::byte> concatenated(const Parts&... parts) {
   std::vector<std::byte> all;
-  const auto add = [&all](std::span<const std::byte> bytes) { all.insert(all.end(), bytes.begin(), bytes.end()); };
+  const auto add = [&all](std::span<const std::byte> bytes) {
+    all.insert(all.end(), bytes.begin(), bytes.end());
+  };
   (add(bytes_of(parts)), ...);
   return all;
 }
@@ -84,7 +86,8 @@ TEST_CASE("SESS_INFO in its chunk") {
 TEST_CASE("OPEN in its chunk") {
   Open open;
   REQUIRE(make_open("sdb", AccessMode::read_write, open));
-  const auto bytes = concatenated(open, read_with_descriptor(264), descriptor(0xffff888105678000, 0x12346, 56));
+  const auto bytes =
+      concatenated(open, read_with_descriptor(264), descriptor(0xffff888105678000, 0x12346, 56));
   CHECK(bytes.size() == 288);
   CHECK(to_hex(std::span(bytes).first(264)) == to_hex(hex("02 00 00 00 01 00 73 64 62", 255)));
   CHECK(to_hex(std::span(bytes).subspan(0x108)) ==
@@ -92,7 +95,8 @@ TEST_CASE("OPEN in its chunk") {
 }
 
 TEST_CASE("CLOSE in its chunk") {
-  CHECK(to_hex(concatenated(Close{}, write_with(8))) == to_hex(hex("05 00 00 00 00 00 00 00 02 00 08 00")));
+  CHECK(to_hex(concatenated(Close{}, write_with(8))) ==
+        to_hex(hex("05 00 00 00 00 00 00 00 02 00 08 00")));
 }
 
 TEST_CASE("IO WRITE in its chunk") {
@@ -114,7 +118,8 @@ TEST_CASE("IO READ in its chunk") {
 TEST_CASE("IO FLUSH in its chunk, as old and new clients send it") {
   ReadMessage bare;
   bare.user_length = uint16_t{32};
-  const auto bytes = concatenated(io_message(UINT64_MAX, rnbd_flag_fua | rnbd_flag_sync | 2, 0), bare);
+  const auto bytes =
+      concatenated(io_message(UINT64_MAX, rnbd_flag_fua | rnbd_flag_sync | 2, 0), bare);
   CHECK(to_hex(bytes) == to_hex(hex("04 00 00 00 00 00 00 00 ff ff ff ff ff ff ff ff"
                                     "02 03 00 00 00 00 00 00 00 00 00 00 00 00 00 00"
                                     "03 00 20 00 00 00 00 00")));
@@ -144,11 +149,10 @@ TEST_CASE("SESS_INFO_RSP has the kernel's bytes") {
 
 TEST_CASE("OPEN_RSP has the kernel's bytes") {
   const auto response = good_open_response();
-  CHECK(to_hex(bytes_of(response)) ==
-        to_hex(hex("03 00 00 00 00 00 00 00 00 00 20 00 00 00 00 00"
-                   "00 0a 00 00 00 00 00 00 ff ff 3f 00 00 10 00 00"
-                   "00 00 00 00 00 10 00 02 80 00 00 00 00 03 00 00"
-                   "00 00 00 00 00 00 00 00")));
+  CHECK(to_hex(bytes_of(response)) == to_hex(hex("03 00 00 00 00 00 00 00 00 00 20 00 00 00 00 00"
+                                                 "00 0a 00 00 00 00 00 00 ff ff 3f 00 00 10 00 00"
+                                                 "00 00 00 00 00 10 00 02 80 00 00 00 00 03 00 00"
+                                                 "00 00 00 00 00 00 00 00")));
   const auto parsed = parse_open_response(bytes_of(response));
   REQUIRE(parsed.has_value());
   CHECK(parsed->sector_count == 2097152);
@@ -240,7 +244,8 @@ TEST_CASE("parsers refuse the messages of the others") {
 TEST_CASE("the priority of an IO counts only in a full message") {
   auto io = io_message(1, 0, 512);
   io.priority = uint16_t{0x2004};
-  for (const size_t length : std::initializer_list<size_t>{24, 26, 28, 31}) CHECK(parse_io(bytes_of(io).first(length))->priority == 0);
+  for (const size_t length : std::initializer_list<size_t>{24, 26, 28, 31})
+    CHECK(parse_io(bytes_of(io).first(length))->priority == 0);
   CHECK(parse_io(bytes_of(io))->priority == 0x2004);
   CHECK(parse_io(bytes_of(io).first(24))->length == 512);
 }

@@ -76,15 +76,17 @@ TEST_CASE("a connection request has the bytes a kernel client sends") {
   last.cid = uint16_t{4};
   last.reconnect_count = uint16_t{3};
   last.flags = 0;
-  CHECK(to_hex(bytes_of(last)) ==
-        to_hex(hex("00 00 bd 1b 00 02 04 00 05 00 03 00 10 11 12 13"
-                   "14 15 16 17 18 19 1a 1b 1c 1d 1e 1f a0 a1 a2 a3"
-                   "a4 a5 a6 a7 a8 a9 aa ab ac ad ae af 00 00 00 00"
-                   "00 00 00 00 00 00 00 00")));
+  CHECK(to_hex(bytes_of(last)) == to_hex(hex("00 00 bd 1b 00 02 04 00 05 00 03 00 10 11 12 13"
+                                             "14 15 16 17 18 19 1a 1b 1c 1d 1e 1f a0 a1 a2 a3"
+                                             "a4 a5 a6 a7 a8 a9 aa ab ac ad ae af 00 00 00 00"
+                                             "00 00 00 00 00 00 00 00")));
 }
 
-TEST_CASE("a connection request is parsed, also when padded with zeroes or when its reserved bytes are not zero") {
-  const auto bytes = hex("07 08 bd 1b 00 02 04 00 05 00 03 00", 32);  // CMA bytes are not ours to check
+TEST_CASE(
+    "a connection request is parsed, also when padded with zeroes or when its reserved bytes are "
+    "not zero") {
+  const auto bytes =
+      hex("07 08 bd 1b 00 02 04 00 05 00 03 00", 32);  // CMA bytes are not ours to check
   auto padded = bytes;
   padded.resize(196);
   padded[44] = std::byte{0xff};
@@ -171,12 +173,12 @@ TEST_CASE("a client refuses geometries that would make it compute nonsense") {
   CHECK(!geometry_acceptable(response_of(0, 131072, 4096)));
   CHECK(!geometry_acceptable(response_of(128, 0, 4096)));
   CHECK(!geometry_acceptable(response_of(128, 131072, 0)));
-  CHECK(!geometry_acceptable(response_of(128, 131072, 64)));       // no room for an OPEN
-  CHECK(!geometry_acceptable(response_of(128, 0xffffffff, 2)));    // wraps to 1
+  CHECK(!geometry_acceptable(response_of(128, 131072, 64)));        // no room for an OPEN
+  CHECK(!geometry_acceptable(response_of(128, 0xffffffff, 2)));     // wraps to 1
   CHECK(!geometry_acceptable(response_of(128, 0xfffff000, 4096)));  // wraps to 0
   CHECK(!geometry_acceptable(response_of(2, 0x80000000, 0x80000000)));
   CHECK(geometry_acceptable(response_of(512, 524288 - 4096, 4096)));
-  CHECK(!geometry_acceptable(response_of(512, 524288, 4096)));     // 29 bits
+  CHECK(!geometry_acceptable(response_of(512, 524288, 4096)));  // 29 bits
   CHECK(!geometry_acceptable(response_of(65535, 4096, 4096)));
   CHECK(geometry_acceptable(response_of(65535, 2048, 2048)));
 }
@@ -196,9 +198,9 @@ TEST_CASE("request immediates have the kernel's values") {
   struct {
     uint32_t depth, chunk, offset, value;
   } const vectors[] = {
-      {128, 127, 131071, 0x0fe1ffff}, {500, 499, 4128, 0x0f981020},  {1024, 1023, 72, 0x0ffc0048},
-      {1, 0, 100, 0x00000064},        {512, 0, 72, 0x00000048},      {512, 1, 320, 0x00080140},
-      {512, 2, 8, 0x00100008},        {512, 5, 4128, 0x00281020},    {512, 511, 32, 0x0ff80020},
+      {128, 127, 131071, 0x0fe1ffff}, {500, 499, 4128, 0x0f981020}, {1024, 1023, 72, 0x0ffc0048},
+      {1, 0, 100, 0x00000064},        {512, 0, 72, 0x00000048},     {512, 1, 320, 0x00080140},
+      {512, 2, 8, 0x00100008},        {512, 5, 4128, 0x00281020},   {512, 511, 32, 0x0ff80020},
       {512, 3, 32, 0x00180020},
   };
   for (const auto& v : vectors) {
@@ -217,13 +219,14 @@ TEST_CASE("response immediates have the kernel's values") {
     bool invalidated;
     uint32_t value;
   } const vectors[] = {
-      {5, 0, false, 0x10000005},          {5, 0, true, 0x20000005},
-      {511, EIO, false, 0x102801ff},      {1, EPERM, true, 0x20080001},
-      {2, EINVAL, false, 0x10b00002},     {3, EOPNOTSUPP, false, 0x12f80003},
+      {5, 0, false, 0x10000005},        {5, 0, true, 0x20000005},
+      {511, EIO, false, 0x102801ff},    {1, EPERM, true, 0x20080001},
+      {2, EINVAL, false, 0x10b00002},   {3, EOPNOTSUPP, false, 0x12f80003},
       {7, ENOTCONN, false, 0x13580007},
   };
   for (const auto& v : vectors) {
-    CHECK(IoResponseImmediate{v.id, static_cast<uint32_t>(v.error), v.invalidated}.encode() == v.value);
+    CHECK(IoResponseImmediate{v.id, static_cast<uint32_t>(v.error), v.invalidated}.encode() ==
+          v.value);
     const auto decoded = IoResponseImmediate::decode(v.value);
     CHECK(decoded.message_id == v.id);
     CHECK(decoded.error == static_cast<uint32_t>(v.error));
@@ -308,9 +311,10 @@ TEST_CASE("an info response with one descriptor lays out all chunks") {
 }
 
 TEST_CASE("an info response with a descriptor per chunk gives each chunk its key") {
-  const auto bytes = hex("01 00 02 00 00 00 00 00 00 00 10 00 00 00 00 00"
-                         "01 11 00 00 00 00 02 00 00 00 12 00 00 00 00 00"
-                         "02 12 00 00 00 00 02 00");
+  const auto bytes =
+      hex("01 00 02 00 00 00 00 00 00 00 10 00 00 00 00 00"
+          "01 11 00 00 00 00 02 00 00 00 12 00 00 00 00 00"
+          "02 12 00 00 00 00 02 00");
   std::vector<ChunkWindow> chunks(2);
   REQUIRE(parse_info_response(bytes, chunk_size, chunks) == 0);
   CHECK(chunks[0].address == 0x100000);
@@ -327,16 +331,18 @@ TEST_CASE("info responses that do not describe exactly the chunks are refused") 
   CHECK(outcome({descriptor(0, 1, chunk_size), descriptor(0, 2, chunk_size)}, 2));
   CHECK(outcome({descriptor(0, 1, 3 * chunk_size), descriptor(0, 2, chunk_size)}, 4));
   CHECK(!outcome({}, 2));
-  CHECK(!outcome({descriptor(0, 1, chunk_size)}, 2));                                     // too little
-  CHECK(!outcome({descriptor(0, 1, 3 * chunk_size)}, 2));                                 // too much
-  CHECK(!outcome({descriptor(0, 1, 2 * chunk_size), descriptor(0, 2, chunk_size)}, 2));   // too much
-  CHECK(!outcome({descriptor(0, 1, 0), descriptor(0, 2, 2 * chunk_size)}, 2));            // empty
-  CHECK(!outcome({descriptor(0, 1, 2 * chunk_size - 1)}, 2));                             // not a multiple
-  CHECK(!outcome({descriptor(0, 1, chunk_size), descriptor(0, 2, chunk_size)}, 3));       // not a divisor
-  CHECK(!outcome({descriptor(0, 1, chunk_size), descriptor(0, 2, chunk_size)}, 1));       // more than chunks
-  CHECK(!outcome({descriptor(UINT64_MAX - chunk_size, 1, 2 * chunk_size)}, 2));           // wraps
+  CHECK(!outcome({descriptor(0, 1, chunk_size)}, 2));      // too little
+  CHECK(!outcome({descriptor(0, 1, 3 * chunk_size)}, 2));  // too much
+  CHECK(!outcome({descriptor(0, 1, 2 * chunk_size), descriptor(0, 2, chunk_size)}, 2));  // too much
+  CHECK(!outcome({descriptor(0, 1, 0), descriptor(0, 2, 2 * chunk_size)}, 2));           // empty
+  CHECK(!outcome({descriptor(0, 1, 2 * chunk_size - 1)}, 2));  // not a multiple
+  CHECK(
+      !outcome({descriptor(0, 1, chunk_size), descriptor(0, 2, chunk_size)}, 3));  // not a divisor
+  CHECK(!outcome({descriptor(0, 1, chunk_size), descriptor(0, 2, chunk_size)},
+                 1));                                                            // more than chunks
+  CHECK(!outcome({descriptor(UINT64_MAX - chunk_size, 1, 2 * chunk_size)}, 2));  // wraps
   CHECK(outcome({descriptor(0, 1, 2048U * chunk_size)}, 2048));
-  CHECK(!outcome({descriptor(0, 1, 4096U * chunk_size)}, 4096));                          // 29 bits
+  CHECK(!outcome({descriptor(0, 1, 4096U * chunk_size)}, 4096));  // 29 bits
 }
 
 TEST_CASE("an info response that is truncated, too long or of another type is refused") {
@@ -380,9 +386,12 @@ struct Chunk {
   std::vector<std::byte> bytes = std::vector<std::byte>(small_chunk);
 
   void put(size_t offset, std::span<const std::byte> message) {
-    std::copy_n(message.begin(), std::min(message.size(), bytes.size() - offset), bytes.begin() + static_cast<ptrdiff_t>(offset));
+    std::copy_n(message.begin(), std::min(message.size(), bytes.size() - offset),
+                bytes.begin() + static_cast<ptrdiff_t>(offset));
   }
-  [[nodiscard]] auto parse(uint32_t offset) const { return parse_io_request(bytes, offset, max_io_size); }
+  [[nodiscard]] auto parse(uint32_t offset) const {
+    return parse_io_request(bytes, offset, max_io_size);
+  }
 };
 
 std::vector<std::byte> write_message(uint16_t user_length) {
@@ -392,7 +401,8 @@ std::vector<std::byte> write_message(uint16_t user_length) {
   return {bytes.begin(), bytes.end()};
 }
 
-std::vector<std::byte> read_message(uint16_t user_length, uint16_t flags, uint16_t count, uint32_t length) {
+std::vector<std::byte> read_message(uint16_t user_length, uint16_t flags, uint16_t count,
+                                    uint32_t length) {
   ReadMessage message;
   message.user_length = user_length;
   message.flags = flags;
@@ -419,7 +429,8 @@ TEST_CASE("a write as a kernel client lays it out") {
 
 TEST_CASE("a read as a kernel client lays it out") {
   Chunk chunk;
-  chunk.put(4096 + 32, hex("03 00 20 00 01 00 01 00 00 d0 bc 0a 81 88 ff ff 11 07 02 00 00 10 00 00"));
+  chunk.put(4096 + 32,
+            hex("03 00 20 00 01 00 01 00 00 d0 bc 0a 81 88 ff ff 11 07 02 00 00 10 00 00"));
   const auto request = chunk.parse(4096 + 32);
   REQUIRE(request.has_value());
   CHECK(request->type == RtrsType::read);
@@ -464,7 +475,8 @@ TEST_CASE("a message that runs over the end of the chunk is refused, one that ju
     CHECK(chunk.parse(offset).has_value() == (before_end >= 24));
   }
   const Chunk empty;
-  for (const uint32_t offset : {small_chunk - 1, small_chunk, small_chunk + 1, 0x0fffffffU, 0xffffffffU})
+  for (const uint32_t offset :
+       {small_chunk - 1, small_chunk, small_chunk + 1, 0x0fffffffU, 0xffffffffU})
     CHECK(!empty.parse(offset).has_value());
 }
 
@@ -525,7 +537,8 @@ TEST_CASE("whatever lies in a chunk, an accepted request stays inside it") {
     Chunk chunk;
     const auto size = 1 + random() % 256;
     chunk.bytes.resize(size);
-    for (auto& byte : chunk.bytes) byte = static_cast<std::byte>(random() % 5 == 0 ? random() : random() % 4);
+    for (auto& byte : chunk.bytes)
+      byte = static_cast<std::byte>(random() % 5 == 0 ? random() : random() % 4);
     const auto offset = static_cast<uint32_t>(random() % (size + 8));
     const auto request = parse_io_request(chunk.bytes, offset, 128);
     if (!request) continue;
