@@ -40,7 +40,10 @@ void Lane::unlink(Operation& operation) {
   operation.linked_ = false;
   (operation.previous_ != nullptr ? operation.previous_->next_ : first_) = operation.next_;
   (operation.next_ != nullptr ? operation.next_->previous_ : last_) = operation.previous_;
-  if (gatherer_ == &operation) gatherer_ = nullptr;
+  if (gatherer_ == &operation) {
+    gatherer_ = nullptr;
+    gathered_ = 0;
+  }
 }
 
 // Called by whoever has the lead of this connection, or ends the path.
@@ -77,15 +80,17 @@ void Lane::wait(Operation& operation) {
     lock.unlock();
     return sleep(operation);
   }
-  if (expected_ != 0 && may_gather()) {
+  if (expected_ != 0 && gathered_ < gather_max && may_gather()) {
     link(operation);
     const bool first = gatherer_ == nullptr;
     if (first) gatherer_ = &operation;
+    ++gathered_;
     lock.unlock();
     return first ? gather(operation) : sleep(operation);
   }
   if (gatherer_ != nullptr) {  // we are the last of them
     gatherer_ = nullptr;
+    gathered_ = 0;
     penalty_ /= 2;
   }
   if (!led_) {
@@ -120,20 +125,28 @@ void Lane::sleep(Operation& operation) {
   }
 }
 
-// Sleeps like the others, but not for ever: what they have queued is not sent yet.
+// Sleeps like the others, but only as long as more of them come: what they have queued is not sent
+// yet.
 void Lane::gather(Operation& operation) {
   const timespec limit{0, std::chrono::nanoseconds(gather_limit).count()};
   uint32_t state = Operation::waiting;
   operation.state_.compare_exchange_strong(state, Operation::asleep, std::memory_order_acq_rel);
   state = operation.state_.load(std::memory_order_acquire);
-  if (state == Operation::asleep) futex_wait(operation.state_, Operation::asleep, &limit);
-
-  Lock lock(mutex_);
-  if (gatherer_ != &operation) {  // somebody has sent it
+  uint32_t before = 1;
+  Lock lock(mutex_, std::defer_lock);
+  for (;;) {
+    if (state == Operation::asleep) futex_wait(operation.state_, Operation::asleep, &limit);
+    lock.lock();
+    if (gatherer_ != &operation) {  // somebody has sent it
+      lock.unlock();
+      return sleep(operation);
+    }
+    if (gathered_ == before) break;
+    before = gathered_;
     lock.unlock();
-    return sleep(operation);
   }
   gatherer_ = nullptr;
+  gathered_ = 0;
   expected_ = 0;
   penalty_ = std::min(penalty_ * 2 + 1, gather_penalty_max);
   skip_ = penalty_;
@@ -161,6 +174,7 @@ void Lane::lead(Lock& lock, Operation& operation) {
       return sleep(operation);
     }
     gatherer_ = nullptr;  // whatever is queued goes out now
+    gathered_ = 0;
     leader_receives_ = true;
     lock.unlock();
     endpoint.flush(fabric::Wait::yes);

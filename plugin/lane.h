@@ -9,9 +9,9 @@
 // Sending. A system call that sends one message costs as much as one that sends sixteen. So a
 // request that finds the leader awake is left for the leader, who sends before he sleeps. And when
 // a batch of answers has just woken several threads, the first of them to come back with another
-// request waits a moment for the rest: the last one sends for all. If they do not come within
-// gather_limit the first one sends; each such miss makes the lane wait less often, so a client
-// whose requests do not come in batches pays nothing.
+// request waits a moment for the rest: the last one sends for all, or the gather_max-th. If nobody
+// comes for gather_limit the first one sends; each such miss makes the lane wait less often, so a
+// client whose requests do not come in batches pays nothing.
 #pragma once
 
 #include <atomic>
@@ -26,6 +26,7 @@ namespace rtrsnbd::plugin {
 class Lane;
 
 inline constexpr std::chrono::microseconds gather_limit{50};
+inline constexpr uint32_t gather_max = 16;  // requests; more do not make a send call cheaper
 inline constexpr uint32_t gather_penalty_max = 255;  // chances left out after a row of misses
 
 // One RTRS request and the thread that waits for it. Lives on that thread's stack.
@@ -83,7 +84,8 @@ class Lane {
   Operation* last_ = nullptr;
   uint32_t expected_ = 0;  // threads that got answers and may come back at once
   Operation* gatherer_ =
-      nullptr;  // the follower who waits for them, and for whom some others sleep
+      nullptr;             // the follower who waits for them, and for whom some others sleep
+  uint32_t gathered_ = 0;  // he and those who sleep for him
   uint32_t penalty_ = 0;
   uint32_t skip_ = 0;
 };

@@ -139,7 +139,30 @@ void SoftEndpoint::give_up_sending() {
   send_over_ = true;
   if (overflowed_ || aborted_) stop_ = true;
   if (socket_) ::shutdown(socket_.get(), SHUT_RDWR);
-  changed_.notify_all();
+  wake_send_waiters(UINT64_MAX);
+}
+
+void SoftEndpoint::wake_send_waiters(uint64_t sent_bytes) {
+  while (!send_waiters_.empty() && send_waiters_.front()->target <= sent_bytes) {
+    SendWaiter& waiter = *send_waiters_.front();
+    send_waiters_.pop_front();
+    waiter.woken = true;
+    waiter.changed.notify_one();
+  }
+}
+
+// The next one who waits goes on; it has the role of the sender before it wakes up, so that nobody
+// comes in between.
+void SoftEndpoint::pass_on_sending() {
+  if (!send_waiters_.empty()) {
+    SendWaiter& next = *send_waiters_.front();
+    send_waiters_.pop_front();
+    next.woken = next.sends = true;
+    next.changed.notify_one();
+    return;
+  }
+  sending_ = false;
+  sender_left_.notify_all();
 }
 
 void SoftEndpoint::flush(Wait wait) {
@@ -154,14 +177,16 @@ void SoftEndpoint::flush_locked(std::unique_lock<std::mutex>& lock, Wait wait) {
   const uint64_t target = queue_->posted_bytes();
   if (sending_) {
     if (wait == Wait::no) return;
-    ++send_waiters_;
-    changed_.wait(lock, [&] { return !sending_ || send_over_ || queue_->sent_bytes() >= target; });
-    --send_waiters_;
-    if (queue_->sent_bytes() >= target) return;
+    SendWaiter self;
+    self.target = target;
+    send_waiters_.push_back(
+        &self);  // what was posted only grows: they are in the order of their targets
+    self.changed.wait(lock, [&self] { return self.woken; });
+    if (!self.sends) return;  // all is sent, or never will be
+  } else {
+    if (send_over_ || queue_->empty()) return;
+    sending_ = true;
   }
-  if (send_over_ || queue_->empty()) return;
-
-  sending_ = true;
   const int fd = socket_.get();
   std::array<iovec, vectors_per_call> vectors;
   while (!send_over_ && !queue_->empty()) {
@@ -175,11 +200,9 @@ void SoftEndpoint::flush_locked(std::unique_lock<std::mutex>& lock, Wait wait) {
     if (sent >= 0) {
       queue_->sent(static_cast<size_t>(sent));
       bytes_sent_.fetch_add(static_cast<uint64_t>(sent), std::memory_order_relaxed);
-      if (send_waiters_ > 0) {
-        changed_.notify_all();
-        // Ours is sent: one of them goes on. Else the others' work could keep us here for ever.
-        if (wait == Wait::yes && queue_->sent_bytes() >= target) break;
-      }
+      wake_send_waiters(queue_->sent_bytes());
+      // Ours is sent: one of them goes on. Else the others' work could keep us here for ever.
+      if (wait == Wait::yes && !send_waiters_.empty() && queue_->sent_bytes() >= target) break;
       if (static_cast<size_t>(sent) == bytes) continue;
     } else if (!would_block(error)) {
       send_error_ = error;
@@ -192,9 +215,8 @@ void SoftEndpoint::flush_locked(std::unique_lock<std::mutex>& lock, Wait wait) {
     wait_for(fd, POLLOUT, sleep_max);
     lock.lock();
   }
-  sending_ = false;
   write_blocked_ = !send_over_ && !queue_->empty();
-  changed_.notify_all();
+  pass_on_sending();
   shut_write_if_sent();
 }
 
@@ -508,9 +530,9 @@ void SoftEndpoint::close_socket() {
   sendable_ = false;
   send_over_ = true;
   if (socket_) ::shutdown(socket_.get(), SHUT_RDWR);
-  changed_.notify_all();
+  wake_send_waiters(UINT64_MAX);
   // The sender may still be reading the caller's memory.
-  changed_.wait(lock, [this] { return !sending_; });
+  sender_left_.wait(lock, [this] { return !sending_; });
   if (queue_) queue_->clear();
   write_blocked_ = false;
   visible_fd_ = -1;

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -61,6 +62,14 @@ class SoftEndpoint final : public Endpoint, private Receiver::Sink {
     closed,
   };
 
+  // A thread whose bytes another one is sending. On its stack, and in the list until it is woken.
+  struct SendWaiter {
+    uint64_t target = 0;  // of sent_bytes
+    bool woken = false;
+    bool sends = false;  // it is the sender now
+    std::condition_variable changed;
+  };
+
   // flush sends by as many calls as it takes, this many vectors each.
   static constexpr size_t vectors_per_call = 256;
   // What one progress() reads at most before it lets others have their turn.
@@ -89,6 +98,8 @@ class SoftEndpoint final : public Endpoint, private Receiver::Sink {
   void flush_locked(std::unique_lock<std::mutex>& lock, Wait wait);
   void shut_write_if_sent();
   void give_up_sending();
+  void wake_send_waiters(uint64_t sent_bytes);
+  void pass_on_sending();
 
   const Options options_;
   const std::shared_ptr<KeyTable> keys_;
@@ -117,13 +128,13 @@ class SoftEndpoint final : public Endpoint, private Receiver::Sink {
   std::atomic<int> visible_fd_{-1};
 
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
   Socket socket_;
   std::optional<SendQueue> queue_;
   bool sendable_ = false;   // posts are taken
   bool send_over_ = false;  // nothing more may be sent, nor the caller's memory be touched
   bool sending_ = false;    // one thread is in flush's loop
-  unsigned send_waiters_ = 0;
+  std::condition_variable sender_left_;
+  std::deque<SendWaiter*> send_waiters_;
   bool last_words_ = false;  // closing: what is queued is the last, then the write side is shut
   bool write_shut_ = false;
   bool aborted_ = false;
