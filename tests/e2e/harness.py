@@ -77,7 +77,7 @@ def environment(extra=None):
     env = dict(os.environ)
     env.setdefault("ASAN_OPTIONS", "detect_leaks=1:quarantine_size_mb=16:abort_on_error=0:exitcode=99")
     env.setdefault("UBSAN_OPTIONS", "print_stacktrace=1:halt_on_error=1:exitcode=99")
-    env.setdefault("TSAN_OPTIONS", "halt_on_error=0:exitcode=99:second_deadlock_stack=1")
+    env.setdefault("TSAN_OPTIONS", "halt_on_error=0:exitcode=99:second_deadlock_stack=1:report_thread_leaks=0")
     env.update(extra or {})
     return env
 
@@ -322,7 +322,7 @@ def plugin_keys(server, volume, **named):
 def preload(env=None):
     env = dict(env or {})
     if SANITIZER_PRELOAD:
-        env["LD_PRELOAD"] = ":".join(SANITIZER_PRELOAD)
+        env["LD_PRELOAD"] = ":".join(SANITIZER_PRELOAD + [os.path.join(BUILD, "tests", "e2e", "libkeep-locales.so")])
         if SANITIZER == "address":
             # nbdkit, Python and the like leak on purpose at exit; leaks of ours are the daemon's and the units' matter.
             env.setdefault("ASAN_OPTIONS", "detect_leaks=0:quarantine_size_mb=16:exitcode=99")

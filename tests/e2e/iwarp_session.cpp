@@ -262,7 +262,7 @@ struct Session {
   }
 
   void accept() {
-    server = request->make_endpoint(*server_domain);
+    server = request->make_endpoint(*server_domain, {});
     server->set_handler(&server_side);
     server->accept(Bytes(56, std::byte{0x22}));
     until([this] { return client_side.established; });
