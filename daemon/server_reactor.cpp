@@ -65,8 +65,8 @@ ServerReactor::ServerReactor(Shared& shared, uint32_t index, const RingOptions& 
       files_(reactor_),
       chunks_(reactor_, shared.budget, shared.volumes.any_through_ring(), shared.log),
       ticker_(std::make_unique<Ticker>(*this)),
-      server_(std::make_unique<rtrs::Server>(shared.fabric, shared.directory, index, shared.limits,
-                                             *this, shared.log)) {
+      server_(std::make_unique<rtrs::Server>(shared.directory, index, shared.limits, *this,
+                                             shared.log)) {
   reactor_.set_turn_end([this] { return end_turn(); });
 }
 

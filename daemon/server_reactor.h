@@ -24,7 +24,6 @@ namespace rtrsnbd::daemon {
 
 // What all reactors of a daemon share.
 struct Shared {
-  fabric::Fabric& fabric;
   rtrs::Directory& directory;
   rtrs::ServerLimits limits;
   MemoryBudget& budget;

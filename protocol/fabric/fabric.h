@@ -31,11 +31,19 @@ namespace rtrsnbd::fabric {
 // What a Region lets the peer do. remote_write includes that the peer may invalidate the key.
 enum class Access : uint8_t { remote_write, none };
 
+// Local memory known to the fabric, so that it may be a source of sends (verbs: an lkey). The soft
+// fabric needs none and returns an empty object.
+class LocalMemory {
+ public:
+  virtual ~LocalMemory() = default;
+  [[nodiscard]] virtual uint32_t lkey() const { return 0; }
+};
+
 // A piece of memory the peers of one Domain may write into, under a key that can be changed and
 // revoked. The memory belongs to the caller and must stay until the Region is gone or invalidated.
-class Region {
+// Until then it is local memory, too.
+class Region : public LocalMemory {
  public:
-  virtual ~Region() = default;
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
@@ -58,22 +66,21 @@ class Region {
   Region() = default;
 };
 
-// Local memory known to the fabric, so that it may be a source of sends (verbs: an lkey). The soft
-// fabric needs none and returns an empty object.
-class LocalMemory {
- public:
-  virtual ~LocalMemory() = default;
-};
-
 struct Capabilities {
   bool rebind = false;  // Region::rebind is cheap: a client registers the caller's buffer per IO
   bool fresh_rkey = false;  // Region::renew works: a server can run with always_invalidate
   bool any_local = false;   // sources of sends need no LocalMemory
-  uint32_t connections_max = 0;
-  uint32_t work_requests_max = 0;
 };
 
-// Protection domain: keys of one are worthless on endpoints of another.
+// What a connection must be able to hold at once. Receives are a promise of the caller not to post
+// more; sends beyond their number wait in the endpoint. A fabric whose queues grow may ignore both.
+struct QueueSizes {
+  uint32_t sends = 1024;
+  uint32_t receives = 1024;
+};
+
+// Protection domain: keys of one are worthless on endpoints of another. All endpoints and regions
+// of a domain are on one device.
 class Domain {
  public:
   virtual ~Domain() = default;
@@ -166,7 +173,8 @@ class Endpoint {
   virtual bool post_send(const SendRequest& request) = 0;
   // Sends what is queued, as far as the connection takes it now, in as few system calls as
   // possible. If another thread is just sending, it will take ours along and flush returns at once.
-  // With Wait::yes it waits until all is sent or the connection is gone.
+  // With Wait::yes it returns when nothing of it waits for another flush: it is sent, or the
+  // receive role will send the rest without being asked, or the connection is gone.
   virtual void flush(Wait wait) = 0;
 
   // Readiness: wait for POLLIN on fd(), and for POLLOUT too while wants_write(). -1 when closed.
@@ -215,9 +223,13 @@ class ConnectRequest {
   [[nodiscard]] virtual std::span<const std::byte> private_data() const = 0;
   [[nodiscard]] virtual Address local_address() const = 0;
   [[nodiscard]] virtual Address peer_address() const = 0;
+  // Of the device the connection comes in by; a domain for it and its like.
+  [[nodiscard]] virtual Capabilities capabilities() const = 0;
+  [[nodiscard]] virtual std::unique_ptr<Domain> make_domain() const = 0;
   // Makes the endpoint, to be driven by the calling thread; then post receives, then
-  // Endpoint::accept.
-  virtual std::unique_ptr<Endpoint> make_endpoint(Domain& domain) = 0;
+  // Endpoint::accept. Throws std::system_error with a text for the operator if the domain is of
+  // another device, or the device cannot hold one more connection of this size.
+  virtual std::unique_ptr<Endpoint> make_endpoint(Domain& domain, const QueueSizes& queues) = 0;
   virtual void reject(std::span<const std::byte> private_data) = 0;
 };
 
@@ -235,6 +247,7 @@ class Listener {
 struct ConnectOptions {
   Address target;
   std::optional<Address> source;
+  QueueSizes queues = {};
 };
 
 class Fabric {

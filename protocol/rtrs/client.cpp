@@ -82,9 +82,17 @@ void ClientPath::connect_next(TimePoint now) {
   // On a further path of a session the bit appears once connection 0 was accepted (2.7).
   request.flags = options_.first_path || cid > 0 ? 1 : 0;
 
+  // Connection 0 carries RNBD's administration and heartbeats; its size cannot depend on the queue
+  // depth, which its answer brings.
+  fabric::ConnectOptions where = options_.where;
+  where.queues = {.sends = service_receives, .receives = service_receives + 1};
+  if (cid > 0)
+    where.queues = {.sends = 2 * geometry_.queue_depth,
+                    .receives = receives_per_chunk * geometry_.queue_depth};
+
   auto connection = std::make_unique<Connection>(*this, cid);
   try {
-    connection->endpoint = fabric_.connect(*domain_, options_.where, wire::bytes_of(request), now);
+    connection->endpoint = fabric_.connect(*domain_, where, wire::bytes_of(request), now);
   } catch (const std::exception& error) {  // out of descriptors or memory
     return fail(error.what());
   }
@@ -171,9 +179,7 @@ void ClientPath::info_response(std::span<const std::byte> bytes) {
 void ClientPath::post_steady_receives() {
   for (auto& connection : connections_) {
     const uint32_t count =
-        connection->cid == 0
-            ? std::max(service_receives, receives_per_chunk * geometry_.queue_depth)
-            : receives_per_chunk * geometry_.queue_depth;
+        connection->cid == 0 ? service_receives : receives_per_chunk * geometry_.queue_depth;
     if (!geometry_.new_rkey) {
       connection->endpoint->post_empty_receives(0, count);
       continue;

@@ -27,9 +27,9 @@ constexpr Duration tick_interval_max = std::chrono::milliseconds(500);  // endpo
 
 class Server::Impl {
  public:
-  Impl(fabric::Fabric& fabric, Directory& directory, uint32_t reactor_index,
-       const ServerLimits& limits, ServerEnvironment& environment, LogSink log)
-      : core_(fabric, directory, reactor_index, limits, environment, std::move(log)) {
+  Impl(Directory& directory, uint32_t reactor_index, const ServerLimits& limits,
+       ServerEnvironment& environment, LogSink log)
+      : core_(directory, reactor_index, limits, environment, std::move(log)) {
     if (limits.queue_depth == 0 || limits.queue_depth > wire::queue_depth_max)
       throw std::invalid_argument("queue depth is not between 1 and 65535");
     if (limits.max_io_size == 0 || limits.max_header_size < wire::header_size_min_for_kernel)
@@ -38,8 +38,6 @@ class Server::Impl {
                              uint64_t{limits.max_io_size} + limits.max_header_size))
       throw std::invalid_argument(
           "queue depth times maximal IO size is too large for the 28 bits of a request");
-    if (limits.always_invalidate && !core_.capabilities.fresh_rkey)
-      throw std::invalid_argument("this fabric cannot renew keys, which always-invalidate needs");
   }
 
   ~Impl() {
@@ -255,10 +253,10 @@ class Server::Impl {
   TimePoint refusals_since_{};
 };
 
-Server::Server(fabric::Fabric& fabric, Directory& directory, uint32_t reactor_index,
-               const ServerLimits& limits, ServerEnvironment& environment, LogSink log)
-    : impl_(std::make_unique<Impl>(fabric, directory, reactor_index, limits, environment,
-                                   std::move(log))) {}
+Server::Server(Directory& directory, uint32_t reactor_index, const ServerLimits& limits,
+               ServerEnvironment& environment, LogSink log)
+    : impl_(std::make_unique<Impl>(directory, reactor_index, limits, environment, std::move(log))) {
+}
 
 Server::~Server() = default;
 

@@ -114,8 +114,8 @@ class Directory {
 
 class Server {
  public:
-  Server(fabric::Fabric& fabric, Directory& directory, uint32_t reactor_index,
-         const ServerLimits& limits, ServerEnvironment& environment, LogSink log);
+  Server(Directory& directory, uint32_t reactor_index, const ServerLimits& limits,
+         ServerEnvironment& environment, LogSink log);
   // Nothing may be executed any more: either idle(), or the upper layer's operations have ended.
   // Connections that are still open are cut.
   ~Server();

@@ -19,6 +19,12 @@ enum class ReceiveId : uint64_t { info_request = 1, empty = 2 };
 // Bytes of a message besides its payload, on any transport.
 constexpr size_t wire_overhead_max = 64;
 
+// An answer is three messages at most (specification 3.2); besides them, heartbeats.
+fabric::QueueSizes queue_sizes(uint32_t cid, uint32_t queue_depth) {
+  const uint32_t requests = cid == 0 ? wire::service_queue_depth : queue_depth;
+  return {.sends = 3 * requests + 2, .receives = requests + 1};
+}
+
 }  // namespace
 
 // --- Connection
@@ -60,6 +66,8 @@ Path::Path(Session& session, const wire::ConnectRequest& request,
       peer_(from.peer_address()),
       local_(from.local_address()),
       created_(core_.now),
+      new_rkey_(core_.limits.always_invalidate && from.capabilities().fresh_rkey),
+      any_local_(from.capabilities().any_local),
       connections_(request.cid_num) {
   ++core_.half_open_paths;
 }
@@ -72,7 +80,8 @@ void Path::add_connection(const wire::ConnectRequest& request, fabric::ConnectRe
   const uint32_t cid = request.cid;
   assert(state_ == State::connecting && !has_connection(cid));
   auto connection = std::make_unique<Connection>(*this, cid);
-  connection->endpoint_ = from.make_endpoint(session_.domain());
+  if (!domain_) domain_ = from.make_domain();
+  connection->endpoint_ = from.make_endpoint(*domain_, queue_sizes(cid, core_.limits.queue_depth));
   Connection& added = *(connections_[cid] = std::move(connection));
   ++present_;
   ++alive_;
@@ -89,7 +98,7 @@ void Path::add_connection(const wire::ConnectRequest& request, fabric::ConnectRe
   response.queue_depth = static_cast<uint16_t>(core_.limits.queue_depth);
   response.max_io_size = core_.limits.max_io_size;
   response.max_hdr_size = core_.limits.max_header_size;
-  response.flags = core_.limits.always_invalidate ? wire::connect_flag_new_rkey : 0;
+  response.flags = new_rkey_ ? wire::connect_flag_new_rkey : 0;
   endpoint.accept(wire::bytes_of(response));
   core_.environment.want_flush(endpoint);
 }
@@ -118,18 +127,21 @@ void Path::become_connected(std::string_view name) {
     return;
   }
   const auto& limits = core_.limits;
-  fabric::Domain& domain = session_.domain();
-  if (limits.always_invalidate) {
+  if (limits.always_invalidate && !new_rkey_)
+    core_.log(LogLevel::notice, session_.label() + ": path from " + peer_.text() +
+                                    ": its device cannot renew keys, so 'always-invalidate' is "
+                                    "off; its keys are good for its own session only");
+  if (new_rkey_) {
     regions_.reserve(limits.queue_depth);
     for (uint32_t id = 0; id < limits.queue_depth; ++id) {
       const auto chunk = session_.chunk(id);
       regions_.push_back(
-          domain.register_region(chunk.data(), chunk.size(), fabric::Access::remote_write));
+          domain_->register_region(chunk.data(), chunk.size(), fabric::Access::remote_write));
     }
   } else {
     const auto memory = session_.memory();
     regions_.push_back(
-        domain.register_region(memory.data(), memory.size(), fabric::Access::remote_write));
+        domain_->register_region(memory.data(), memory.size(), fabric::Access::remote_write));
   }
 
   for (const auto& connection : connections_)
@@ -160,9 +172,8 @@ void Path::send_info_response() {
     wire::store(next, descriptor);
     next += sizeof descriptor;
   }
-  if (!core_.capabilities.any_local)
-    info_response_local_ =
-        session_.domain().register_local(info_response_.data(), info_response_.size());
+  if (!any_local_)
+    info_response_local_ = domain_->register_local(info_response_.data(), info_response_.size());
   const fabric::Segment segment{info_response_.data(), info_response_.size(),
                                 info_response_local_.get()};
   SendRequest send;
@@ -221,7 +232,7 @@ void Path::request_arrived(Connection& connection, uint32_t immediate) {
   // that it must ask somebody else.
   if (core_.draining) return;
   // NEW_RKEY mode: from here until the answer nobody writes into this chunk by this path's key.
-  if (limits.always_invalidate && !regions_[where.chunk_id]->invalidate())
+  if (new_rkey_ && !region(where.chunk_id).invalidate())
     return violation("write into a chunk whose request was sent already");
   if (const char* const wrong = session_.slot(where.chunk_id).arrived(connection, where.offset))
     violation(wrong);

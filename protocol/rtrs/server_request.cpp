@@ -89,7 +89,7 @@ bool Slot::send_response(Connection& connection, int error) {
   bool posted = true;
   if (error == 0 && content_.header.has_descriptor) {
     const fabric::Segment segment{session_->chunk(id_).data(), descriptor.length,
-                                  session_->local_memory()};
+                                  &connection.path().region(id_)};
     posted = connection.post({.kind = SendKind::write,
                               .rkey = descriptor.key,
                               .remote_address = descriptor.address,
@@ -109,11 +109,11 @@ bool Slot::send_response(Connection& connection, int error) {
       wire::IoResponseImmediate{id_, static_cast<uint32_t>(error), invalidate}.encode();
   wire::RkeyResponse response;
   fabric::Segment segment{wire::bytes_of(response).data(), sizeof response, nullptr};
-  if (session_->core().limits.always_invalidate) {
+  if (connection.path().new_rkey()) {
     // The chunk was closed when the request came in; it opens again under its next key, which the
     // client learns from this very message.
     response.buffer_id = static_cast<uint16_t>(id_);
-    response.rkey = connection.path().regions_[id_]->renew();
+    response.rkey = connection.path().region(id_).renew();
     answer.kind = SendKind::send_immediate;
     answer.copy = true;
     answer.segments = {&segment, 1};

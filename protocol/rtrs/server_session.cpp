@@ -14,12 +14,10 @@ Session::Session(ServerCore& core, const wire::Uuid& uuid, std::unique_ptr<Chunk
       uuid_(uuid),
       memory_(std::move(memory)),
       bytes_(memory_->bytes().first(core.limits.session_bytes())),
-      domain_(core.fabric.make_domain()),
       slots_(core.limits.queue_depth) {
   identity_.uuid = uuid;
   identity_.peer = peer;
   identity_.max_io_size = core.limits.max_io_size;
-  if (!core_.capabilities.any_local) local_ = domain_->register_local(bytes_.data(), bytes_.size());
   for (uint32_t id = 0; id < slots_.size(); ++id) {
     slots_[id].session_ = this;
     slots_[id].id_ = id;

@@ -44,14 +44,12 @@ inline constexpr uint32_t log_lines_per_second = 20;
 // What sessions need of the server around them.
 class ServerCore {
  public:
-  ServerCore(fabric::Fabric& fabric_in, Directory& directory_in, uint32_t reactor,
-             const ServerLimits& limits_in, ServerEnvironment& environment_in, LogSink log_in)
-      : fabric(fabric_in),
-        directory(directory_in),
+  ServerCore(Directory& directory_in, uint32_t reactor, const ServerLimits& limits_in,
+             ServerEnvironment& environment_in, LogSink log_in)
+      : directory(directory_in),
         reactor_index(reactor),
         limits(limits_in),
         environment(environment_in),
-        capabilities(fabric_in.capabilities()),
         sink_(std::move(log_in)) {}
 
   void log(LogLevel level, const std::string& line) {
@@ -76,12 +74,10 @@ class ServerCore {
     log_lines_lost_ = 0;
   }
 
-  fabric::Fabric& fabric;
   Directory& directory;
   const uint32_t reactor_index;
   const ServerLimits limits;
   ServerEnvironment& environment;
-  const fabric::Capabilities capabilities;
   TimePoint now{};               // of the last event that brought one
   uint32_t half_open_paths = 0;  // CONNECTING
   bool draining = false;         // nothing new is admitted
@@ -154,10 +150,13 @@ class Path {
   [[nodiscard]] uint32_t present_connections() const { return present_; }
   [[nodiscard]] bool has_connection(uint32_t cid) const { return connections_[cid] != nullptr; }
   [[nodiscard]] uint32_t queue_depth() const { return core_.limits.queue_depth; }
+  [[nodiscard]] bool new_rkey() const { return new_rkey_; }
+  // Of a chunk, for the path's endpoints. Once connected.
+  [[nodiscard]] fabric::Region& region(uint32_t chunk_id) {
+    return *regions_[new_rkey_ ? chunk_id : 0];
+  }
 
  private:
-  friend class Slot;
-
   void info_request(Connection& connection, const fabric::Completion& completion);
   void become_connected(std::string_view name);
   void request_arrived(Connection& connection, uint32_t immediate);
@@ -172,6 +171,11 @@ class Path {
   const fabric::Address peer_;
   const fabric::Address local_;
   const TimePoint created_;
+  // NEW_RKEY mode: a chunk's key is good for one request. Each path has its domain, so that its
+  // keys are worth nothing on the connections of another.
+  const bool new_rkey_;
+  const bool any_local_;
+  std::unique_ptr<fabric::Domain> domain_;
   State state_ = State::connecting;
   uint32_t present_ = 0;  // connections that arrived
   uint32_t alive_ = 0;    // of these, the ones not gone yet
@@ -242,12 +246,10 @@ class Session {
 
   [[nodiscard]] ServerCore& core() { return core_; }
   [[nodiscard]] const wire::Uuid& uuid() const { return uuid_; }
-  [[nodiscard]] fabric::Domain& domain() { return *domain_; }
   [[nodiscard]] std::span<std::byte> chunk(uint32_t id) {
     return bytes_.subspan(size_t{id} * core_.limits.chunk_size(), core_.limits.chunk_size());
   }
   [[nodiscard]] std::span<std::byte> memory() { return bytes_; }
-  [[nodiscard]] const fabric::LocalMemory* local_memory() const { return local_.get(); }
   [[nodiscard]] int registered_index() const { return memory_->registered_index(); }
   [[nodiscard]] Slot& slot(uint32_t id) { return slots_[id]; }
   [[nodiscard]] std::string label() const;  // for log lines
@@ -289,8 +291,6 @@ class Session {
   SessionIdentity identity_;
   std::unique_ptr<ChunkMemory> memory_;
   const std::span<std::byte> bytes_;
-  std::unique_ptr<fabric::Domain> domain_;
-  std::unique_ptr<fabric::LocalMemory> local_;
   std::vector<Slot> slots_;
   std::unique_ptr<UpperSession> upper_;
   std::vector<std::unique_ptr<Path>> paths_;

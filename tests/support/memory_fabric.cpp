@@ -192,6 +192,13 @@ struct MemoryEndpoint::State {
     uint32_t count;
   };
 
+  // Whoever posts more receives than he announced loses them on a card.
+  void check_promise() const {
+    uint64_t sum = 0;
+    for (const Receive& receive : receives) sum += receive.count;
+    if (sum > receives_max) throw std::logic_error("more receives than the queue sizes said");
+  }
+
   std::shared_ptr<MemoryDomainState> domain;
   std::weak_ptr<State> peer;
   MemoryEndpoint* endpoint = nullptr;  // null when destroyed
@@ -199,6 +206,7 @@ struct MemoryEndpoint::State {
   Address local, remote;
   std::deque<Item> inbox, outbox;
   std::deque<Receive> receives;
+  uint32_t receives_max = 0;  // what the owner promised
   Counters counters;
   uint64_t flushes = 0, deliveries = 0;
   bool held = false, silent = false;
@@ -285,6 +293,7 @@ void MemoryEndpoint::accept(std::span<const std::byte> private_data) {
 void MemoryEndpoint::post_receive(uint64_t id, std::byte* buffer, size_t length) {
   const std::lock_guard lock(core_->mutex);
   state_->receives.push_back({id, buffer, length, 1});
+  state_->check_promise();
 }
 
 void MemoryEndpoint::post_empty_receives(uint64_t id, uint32_t count) {
@@ -294,10 +303,11 @@ void MemoryEndpoint::post_empty_receives(uint64_t id, uint32_t count) {
     auto& last = state_->receives.back();
     if (last.id == id && last.buffer == nullptr) {
       last.count += count;
-      return;
+      return state_->check_promise();
     }
   }
   state_->receives.push_back({id, nullptr, 0, count});
+  state_->check_promise();
 }
 
 bool MemoryEndpoint::post_send(const fabric::SendRequest& request) {
@@ -641,6 +651,13 @@ MemoryEndpoint* MemoryEndpoint::peer() const {
 
 // --- Connecting
 
+namespace {
+fabric::Capabilities capabilities_of(const MemoryFabricOptions& options) {
+  return {
+      .rebind = options.rebind, .fresh_rkey = options.fresh_rkey, .any_local = options.any_local};
+}
+}  // namespace
+
 class MemoryConnectRequest final : public fabric::ConnectRequest {
  public:
   MemoryConnectRequest(std::shared_ptr<MemoryFabric::Core> core,
@@ -657,11 +674,19 @@ class MemoryConnectRequest final : public fabric::ConnectRequest {
   [[nodiscard]] std::span<const std::byte> private_data() const override { return private_data_; }
   [[nodiscard]] Address local_address() const override { return active_->remote; }
   [[nodiscard]] Address peer_address() const override { return active_->local; }
-  std::unique_ptr<fabric::Endpoint> make_endpoint(fabric::Domain& domain) override {
+  [[nodiscard]] fabric::Capabilities capabilities() const override {
+    return capabilities_of(core_->options);
+  }
+  [[nodiscard]] std::unique_ptr<fabric::Domain> make_domain() const override {
+    return std::make_unique<MemoryDomain>(core_);
+  }
+  std::unique_ptr<fabric::Endpoint> make_endpoint(fabric::Domain& domain,
+                                                  const fabric::QueueSizes& queues) override {
     const std::lock_guard lock(core_->mutex);
     answered_ = true;
     auto endpoint = std::unique_ptr<MemoryEndpoint>(
         new MemoryEndpoint(core_, dynamic_cast<MemoryDomain&>(domain).state()));
+    endpoint->state_->receives_max = queues.receives;
     endpoint->state_->local = active_->remote;
     endpoint->state_->remote = active_->local;
     MemoryEndpoint::link(endpoint->state_, active_);
@@ -736,11 +761,7 @@ MemoryFabric::~MemoryFabric() {
 }
 
 fabric::Capabilities MemoryFabric::capabilities() const {
-  return {.rebind = core_->options.rebind,
-          .fresh_rkey = core_->options.fresh_rkey,
-          .any_local = core_->options.any_local,
-          .connections_max = 65536,
-          .work_requests_max = 65536};
+  return capabilities_of(core_->options);
 }
 
 std::unique_ptr<fabric::Domain> MemoryFabric::make_domain() {
@@ -766,6 +787,7 @@ std::unique_ptr<MemoryEndpoint> MemoryFabric::connect_raw(fabric::Domain& domain
       new MemoryEndpoint(core_, dynamic_cast<MemoryDomain&>(domain).state()));
   auto& state = *endpoint->state_;
   const uint16_t port = core_->next_port++;
+  state.receives_max = options.queues.receives;
   state.local = options.source ? *options.source : memory_address("127.0.0.1", port);
   state.remote = options.target;
   const auto found = std::find_if(

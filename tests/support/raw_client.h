@@ -112,6 +112,7 @@ class RawClient {
     fabric::ConnectOptions where;
     where.target = memory_address(options.server, 1234);
     where.source = memory_address(options.host, static_cast<uint16_t>(10000 + cid));
+    where.queues = {.sends = 1U << 16, .receives = 1U << 20};
     connection->endpoint = world.fabric.connect_raw(*domain, where, private_data);
     connection->endpoint->set_handler(connection.get());
   }

@@ -99,7 +99,7 @@ struct ScriptedServer {
         incoming->reject(*reject_with);
         return;
       }
-      peer->endpoint = incoming->make_endpoint(*domain);
+      peer->endpoint = incoming->make_endpoint(*domain, {});
       peer->endpoint->set_handler(peer.get());
       peer->local = domain->register_local(peer->info.data(), peer->info.size());
       if (peer->request.cid == 0)

@@ -69,7 +69,7 @@ class ServerWorld : public rtrs::ServerEnvironment {
   }
 
   void make_server() {
-    server = std::make_unique<rtrs::Server>(fabric, directory, 0, limits, *this,
+    server = std::make_unique<rtrs::Server>(directory, 0, limits, *this,
                                             [this](LogLevel level, std::string_view line) {
                                               log.emplace_back(line);
                                               if (level <= LogLevel::warning)

@@ -9,9 +9,12 @@
 
 namespace rtrsnbd::fabric::soft {
 
+inline constexpr Capabilities capabilities{.rebind = true, .fresh_rkey = true, .any_local = true};
+
 class SoftDomain final : public Domain {
  public:
-  SoftDomain(std::shared_ptr<KeyTable> keys, DomainId id) : keys_(std::move(keys)), id_(id) {}
+  explicit SoftDomain(std::shared_ptr<KeyTable> keys)
+      : keys_(std::move(keys)), id_(keys_->next_domain()) {}
 
   std::unique_ptr<Region> register_region(std::byte* memory, size_t length, Access access) override;
   std::unique_ptr<LocalMemory> register_local(std::byte* memory, size_t length) override;

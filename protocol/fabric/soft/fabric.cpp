@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "protocol/fabric/soft/fabric.h"
 
-#include <atomic>
 #include <cassert>
 
 #include "protocol/fabric/soft/domain.h"
@@ -21,22 +20,12 @@ class SoftFabric final : public Fabric {
     assert(options.pending_max > 0 && options.pending_per_source_max > 0);
   }
 
-  [[nodiscard]] Capabilities capabilities() const override {
-    Capabilities result;
-    result.rebind = true;
-    result.fresh_rkey = true;
-    result.any_local = true;
-    result.connections_max = 65536;  // the descriptors of the process are the real limit
-    result.work_requests_max = SendQueue::pieces_max / 4;
-    return result;
-  }
+  [[nodiscard]] Capabilities capabilities() const override { return soft::capabilities; }
 
-  std::unique_ptr<Domain> make_domain() override {
-    return std::make_unique<SoftDomain>(keys_, next_domain_.fetch_add(1));
-  }
+  std::unique_ptr<Domain> make_domain() override { return std::make_unique<SoftDomain>(keys_); }
 
   std::unique_ptr<Listener> listen(const Address& address) override {
-    return std::make_unique<SoftListener>(options_, address);
+    return std::make_unique<SoftListener>(options_, keys_, address);
   }
 
   std::unique_ptr<Endpoint> connect(Domain& domain, const ConnectOptions& where,
@@ -49,7 +38,6 @@ class SoftFabric final : public Fabric {
  private:
   const Options options_;
   std::shared_ptr<KeyTable> keys_;
-  std::atomic<DomainId> next_domain_{1};
 };
 
 }  // namespace

@@ -34,6 +34,8 @@ class KeyTable {
   KeyTable(const KeyTable&) = delete;
   KeyTable& operator=(const KeyTable&) = delete;
 
+  DomainId next_domain() { return last_domain_.fetch_add(1, std::memory_order_relaxed) + 1; }
+
   // For the owner of a region. Calls for one index come from one thread at a time.
   uint32_t allocate(DomainId domain, std::byte* memory, size_t length,
                     Access access);  // returns index
@@ -117,6 +119,7 @@ class KeyTable {
   std::mutex mutex_;           // guards the two below and the making of chunks
   uint32_t next_index_ = 1;    // 0 names nothing
   std::deque<uint32_t> free_;  // oldest first, so that a dead key stays dead for long
+  std::atomic<DomainId> last_domain_{0};
 };
 
 }  // namespace rtrsnbd::fabric::soft

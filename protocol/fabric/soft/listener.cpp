@@ -20,8 +20,10 @@ namespace {
 
 class SoftConnectRequest final : public ConnectRequest {
  public:
-  SoftConnectRequest(const Options& options, Socket socket, const MpaReader& reader)
+  SoftConnectRequest(const Options& options, std::shared_ptr<KeyTable> keys, Socket socket,
+                     const MpaReader& reader)
       : options_(options),
+        keys_(std::move(keys)),
         socket_(std::move(socket)),
         reader_(reader),
         local_(local_address_of(socket_.get())),
@@ -33,7 +35,12 @@ class SoftConnectRequest final : public ConnectRequest {
   [[nodiscard]] Address local_address() const override { return local_; }
   [[nodiscard]] Address peer_address() const override { return peer_; }
 
-  std::unique_ptr<Endpoint> make_endpoint(Domain& domain) override {
+  [[nodiscard]] Capabilities capabilities() const override { return soft::capabilities; }
+  [[nodiscard]] std::unique_ptr<Domain> make_domain() const override {
+    return std::make_unique<SoftDomain>(keys_);
+  }
+
+  std::unique_ptr<Endpoint> make_endpoint(Domain& domain, const QueueSizes&) override {
     assert(socket_);
     return std::make_unique<SoftEndpoint>(options_, dynamic_cast<SoftDomain&>(domain),
                                           std::move(socket_), reader_.terms());
@@ -50,6 +57,7 @@ class SoftConnectRequest final : public ConnectRequest {
 
  private:
   const Options options_;
+  const std::shared_ptr<KeyTable> keys_;
   Socket socket_;
   MpaReader reader_;
   Address local_, peer_;
@@ -75,7 +83,9 @@ bool is_unspecified(const Address& address) {
 
 }  // namespace
 
-SoftListener::SoftListener(const Options& options, const Address& address) : options_(options) {
+SoftListener::SoftListener(const Options& options, std::shared_ptr<KeyTable> keys,
+                           const Address& address)
+    : options_(options), keys_(std::move(keys)) {
   epoll_ = Socket(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll_) fail("epoll for", address);
   socket_ = Socket(::socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -197,7 +207,8 @@ void SoftListener::read_request(Pending& pending, const OnRequest& on_request) {
   switch (reader.state()) {
     case MpaReader::State::complete:
       epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, pending.socket.get(), nullptr);
-      on_request(std::make_unique<SoftConnectRequest>(options_, std::move(pending.socket), reader));
+      on_request(
+          std::make_unique<SoftConnectRequest>(options_, keys_, std::move(pending.socket), reader));
       return;
     case MpaReader::State::refused: {
       MpaFrame frame;

@@ -10,6 +10,7 @@
 
 #include "protocol/fabric/fabric.h"
 #include "protocol/fabric/soft/fabric.h"
+#include "protocol/fabric/soft/key_table.h"
 #include "protocol/fabric/soft/mpa.h"
 #include "protocol/fabric/soft/socket.h"
 
@@ -17,7 +18,7 @@ namespace rtrsnbd::fabric::soft {
 
 class SoftListener final : public Listener {
  public:
-  SoftListener(const Options& options, const Address& address);
+  SoftListener(const Options& options, std::shared_ptr<KeyTable> keys, const Address& address);
 
   [[nodiscard]] int fd() const override { return epoll_.get(); }
   void progress(TimePoint now, const OnRequest& on_request) override;
@@ -47,6 +48,7 @@ class SoftListener final : public Listener {
   void log(LogLevel level, const std::string& line) const;
 
   const Options options_;
+  const std::shared_ptr<KeyTable> keys_;
   Socket epoll_;
   Socket socket_;
   PendingList pending_;

@@ -110,7 +110,7 @@ TEST_CASE("a request dropped unanswered closes the connection") {
 TEST_CASE("an endpoint that is never accepted closes after five seconds") {
   Pair pair;
   pair.request();
-  pair.server = pair.pending->make_endpoint(*pair.server_domain);
+  pair.server = pair.pending->make_endpoint(*pair.server_domain, {});
   pair.server->set_handler(&pair.server_side);
   const TimePoint start = Clock::now();
   pair.server->tick(start);
@@ -124,7 +124,7 @@ TEST_CASE("an endpoint that is never accepted closes after five seconds") {
 TEST_CASE("an initiator that leaves before it was accepted is noticed") {
   Pair pair;
   pair.request();
-  pair.server = pair.pending->make_endpoint(*pair.server_domain);
+  pair.server = pair.pending->make_endpoint(*pair.server_domain, {});
   pair.server->set_handler(&pair.server_side);
   pair.client.reset();
   pair.until([&] { return pair.server_side.reason.has_value(); });
@@ -224,7 +224,7 @@ TEST_CASE("an initiator in peer-to-peer mode frees the responder by a write of n
   RawPeer peer(RawPeer::connect(pair.listener->address()));
   peer.send(test::hex("4d504120494420526571204672616d65 10020004 80048004"));
   pair.until([&] { return pair.pending != nullptr; });
-  pair.server = pair.pending->make_endpoint(*pair.server_domain);
+  pair.server = pair.pending->make_endpoint(*pair.server_domain, {});
   pair.server->set_handler(&pair.server_side);
   pair.server->accept({});
   CHECK(test::to_hex(peer.receive_exactly(24)) ==
@@ -295,7 +295,7 @@ TEST_CASE(
     RawPeer peer(RawPeer::connect(pair.listener->address()));
     peer.send(raw_request(0));
     pair.until([&] { return pair.pending != nullptr; });
-    pair.server = pair.pending->make_endpoint(*pair.server_domain);
+    pair.server = pair.pending->make_endpoint(*pair.server_domain, {});
     pair.server->set_handler(&pair.server_side);
     pair.server->accept({});
     CHECK(peer.receive_exactly(20).size() == 20);
@@ -321,7 +321,7 @@ TEST_CASE("a peer that ends its stream in the middle is lost, at a boundary clos
     RawPeer peer(RawPeer::connect(pair.listener->address()));
     peer.send(raw_request(0));
     pair.until([&] { return pair.pending != nullptr; });
-    pair.server = pair.pending->make_endpoint(*pair.server_domain);
+    pair.server = pair.pending->make_endpoint(*pair.server_domain, {});
     pair.server->set_handler(&pair.server_side);
     pair.server->accept({});
     peer.receive_exactly(20);
@@ -339,7 +339,7 @@ TEST_CASE("a peer that stops in the middle of an FPDU is given up after the sile
   RawPeer peer(RawPeer::connect(pair.listener->address()));
   peer.send(raw_request(0));
   pair.until([&] { return pair.pending != nullptr; });
-  pair.server = pair.pending->make_endpoint(*pair.server_domain);
+  pair.server = pair.pending->make_endpoint(*pair.server_domain, {});
   pair.server->set_handler(&pair.server_side);
   pair.server->accept({});
   peer.receive_exactly(20);
@@ -358,7 +358,7 @@ TEST_CASE("a reset is a lost connection") {
   RawPeer peer(RawPeer::connect(pair.listener->address()));
   peer.send(raw_request(0));
   pair.until([&] { return pair.pending != nullptr; });
-  pair.server = pair.pending->make_endpoint(*pair.server_domain);
+  pair.server = pair.pending->make_endpoint(*pair.server_domain, {});
   pair.server->set_handler(&pair.server_side);
   pair.server->accept({});
   peer.reset();
@@ -383,7 +383,7 @@ TEST_CASE("disconnect and abort while connecting, asking, asked: told once, by t
           pair.request();
         }
         if (state == 2) {
-          pair.server = pair.pending->make_endpoint(*pair.server_domain);
+          pair.server = pair.pending->make_endpoint(*pair.server_domain, {});
           pair.server->set_handler(&pair.server_side);
         }
         Endpoint& endpoint = state == 2 ? *pair.server : *pair.client;
@@ -482,7 +482,7 @@ TEST_CASE("endpoints may be destroyed in any state") {
       pair.client = pair.client_fabric->connect(*pair.client_domain, {pair.listener->address(), {}},
                                                 {}, Clock::now());
     if (state >= 1) pair.request();
-    if (state == 2) pair.server = pair.pending->make_endpoint(*pair.server_domain);
+    if (state == 2) pair.server = pair.pending->make_endpoint(*pair.server_domain, {});
     if (state >= 3) pair.accept();
     if (state == 4) {
       pair.client->disconnect(Clock::now());
@@ -814,7 +814,7 @@ TEST_CASE("regions are revoked and rebound while writes to them arrive on severa
                                [&](std::unique_ptr<ConnectRequest> r) { request = std::move(r); });
           }
         }
-        server = request->make_endpoint(*domain);
+        server = request->make_endpoint(*domain, {});
         server->set_handler(&to);
         server->accept({});
         while (!from.established) client->progress(Wait::no, Clock::now());

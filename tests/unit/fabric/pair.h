@@ -73,7 +73,7 @@ struct Pair {
     drive([&] { step(); }, [&] { return pending != nullptr; });
   }
   void accept(std::string_view private_data = "welcome") {
-    server = pending->make_endpoint(*server_domain);
+    server = pending->make_endpoint(*server_domain, {});
     pending.reset();
     server->set_handler(&server_side);
     server->accept(as_span(private_data));

@@ -45,7 +45,7 @@ struct Pair {
     listener->progress({}, [this](std::unique_ptr<ConnectRequest> request) {
       CHECK(Recorder::text(request->private_data()) == "hello");
       passive.reset(
-          dynamic_cast<MemoryEndpoint*>(request->make_endpoint(*passive_domain).release()));
+          dynamic_cast<MemoryEndpoint*>(request->make_endpoint(*passive_domain, {}).release()));
     });
     passive->set_handler(&passive_side);
     passive->accept(bytes("welcome"));

@@ -599,10 +599,10 @@ TEST_CASE("a server that is told to stop refuses newcomers") {
 }
 
 TEST_CASE("settings that cannot work are refused when the server is made") {
-  const auto attempt = [](auto change, const test::MemoryFabricOptions& options = {}) {
+  const auto attempt = [](auto change) {
     auto limits = ServerWorld::small_limits();
     change(limits);
-    ServerWorld world(ServerWorld::small_limits(), options);
+    ServerWorld world(ServerWorld::small_limits());
     world.limits = limits;
     world.make_server();
   };
@@ -613,9 +613,19 @@ TEST_CASE("settings that cannot work are refused when the server is made") {
   CHECK_THROWS_AS(attempt([](auto& l) { l.queue_depth = 512, l.max_io_size = 524288; }),
                   std::invalid_argument);
   CHECK_THROWS_AS(attempt([](auto& l) { l.max_io_size = 0xffffffff; }), std::invalid_argument);
-  CHECK_THROWS_AS(attempt([](auto& l) { l.always_invalidate = true; }, {.fresh_rkey = false}),
-                  std::invalid_argument);
   CHECK_NOTHROW(attempt([](auto&) {}));
+}
+
+TEST_CASE("a device that cannot renew keys is used in plain mode, and the operator hears of it") {
+  auto limits = ServerWorld::small_limits();
+  limits.always_invalidate = true;
+  ServerWorld world(limits, {.fresh_rkey = false});
+  RawClient client(world);
+  REQUIRE(client.connect());
+  CHECK(client.connections[0]->response->flags == 0);
+  CHECK(std::any_of(world.log.begin(), world.log.end(), [](const std::string& line) {
+    return line.find("cannot renew keys") != std::string::npos;
+  }));
 }
 
 TEST_CASE("thousands of clients come and go and nothing is left") {
