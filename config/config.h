@@ -14,7 +14,7 @@
 namespace rtrsnbd::config {
 
 struct Listen {
-  std::string scheme = "tcp";  // "tcp"; "rdma" is known but refused until it exists
+  std::string scheme = "tcp";  // "tcp": software RDMA; "rdma": hardware
   std::string host;            // empty: any address
   uint16_t port = 1234;
   std::string text;  // as written

@@ -125,7 +125,7 @@ bool plausible_host_name(std::string_view text) {
 }
 
 constexpr std::string_view listen_accepted =
-    "accepted: tcp:HOST:PORT, HOST and PORT may be left out";
+    "accepted: tcp:HOST:PORT or rdma:HOST:PORT, HOST and PORT may be left out";
 
 Parsed<uint16_t> parse_port(std::string_view text) {
   const Parsed<uint64_t> port = parse_integer(text, 1, 65535);
@@ -219,11 +219,12 @@ Parsed<Listen> parse_listen(std::string_view text) {
   Listen listen;
   listen.text = std::string(text);
   std::string_view rest = text;
-  if (rest.starts_with("rdma:")) {
-    return refusal("this build has no RDMA transport; " + std::string(listen_accepted));
-  }
-  if (!rest.starts_with("tcp:")) return refusal(std::string(listen_accepted));
-  rest.remove_prefix(4);
+  const size_t scheme_length = rest.find(':');
+  listen.scheme = std::string(rest.substr(0, scheme_length));
+  if (scheme_length == std::string_view::npos ||
+      (listen.scheme != "tcp" && listen.scheme != "rdma"))
+    return refusal(std::string(listen_accepted));
+  rest.remove_prefix(scheme_length + 1);
   if (rest.starts_with("//")) rest.remove_prefix(2);
 
   std::optional<std::string_view> port;
@@ -245,7 +246,7 @@ Parsed<Listen> parse_listen(std::string_view text) {
     if (colon != std::string_view::npos) {
       port = rest.substr(colon + 1);
       if (port->find(':') != std::string_view::npos) {
-        return refusal("an IPv6 address stands in brackets: tcp:[::1]:1234");
+        return refusal("an IPv6 address stands in brackets: " + listen.scheme + ":[::1]:1234");
       }
     }
     const std::string_view host = rest.substr(0, colon);
@@ -256,8 +257,8 @@ Parsed<Listen> parse_listen(std::string_view text) {
     const bool numeric =
         !listen.host.empty() && listen.host.find_first_not_of("0123456789.") == std::string::npos;
     if (numeric && !valid_ipv4(listen.host)) {
-      return refusal("\"" + listen.host +
-                     "\" is not an IPv4 address; a port follows a colon: tcp::1234");
+      return refusal("\"" + listen.host + "\" is not an IPv4 address; a port follows a colon: " +
+                     listen.scheme + "::1234");
     }
   }
   if (port) {

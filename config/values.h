@@ -30,7 +30,8 @@ Parsed<std::chrono::milliseconds> parse_duration(std::string_view text,
 // "true" or "false".
 Parsed<bool> parse_boolean(std::string_view text);
 
-// tcp:HOST:PORT, tcp://HOST:PORT; HOST (or "*") and PORT may be left out, IPv6 stands in brackets.
+// tcp:HOST:PORT, tcp://HOST:PORT, and the same with rdma; HOST (or "*") and PORT may be left out,
+// IPv6 stands in brackets.
 Parsed<Listen> parse_listen(std::string_view text);
 
 // A single IPv4 or IPv6 address or a network ADDRESS/BITS. Returns the text to match against.

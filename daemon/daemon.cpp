@@ -28,6 +28,7 @@
 #include "daemon/server_reactor.h"
 #include "daemon/volumes.h"
 #include "protocol/fabric/soft/fabric.h"
+#include "protocol/fabric/verbs/fabric.h"
 #include "protocol/wire/rtrs.h"
 
 namespace rtrsnbd::daemon {
@@ -179,10 +180,11 @@ class Service {
     fabric::soft::Options options;
     options.crc = crc_of(configuration_.crc);
     options.log = sink_;
-    fabric_ = fabric::soft::make_fabric(options);
+    soft_ = fabric::soft::make_fabric(options);
+    rdma_ = fabric::verbs::make_fabric();
     directory_ = std::make_unique<rtrs::Directory>(count, configuration_.sessions_max);
     shared_ = std::make_unique<Shared>(
-        Shared{*fabric_, *directory_, limits_of(configuration_), budget_, volumes_, sink_});
+        Shared{*directory_, limits_of(configuration_), budget_, volumes_, sink_});
     try {
       for (uint32_t index = 0; index < count; ++index) {
         reactors_.push_back(std::make_unique<ServerReactor>(*shared_, index, RingOptions{}));
@@ -208,11 +210,12 @@ class Service {
       };
       const auto addresses = fabric::resolve({where.host, where.port}, true);
       if (!addresses) return refuse(addresses.error());
+      fabric::Fabric& fabric = where.scheme == "rdma" ? *rdma_ : *soft_;
       bool any = false;
       std::string problem;
       for (const fabric::Address& address : *addresses) {
         try {
-          listeners.push_back(fabric_->listen(address));
+          listeners.push_back(fabric.listen(address));
           addresses_.push_back(where.scheme + ":" + listeners.back()->address().text());
           any = true;
         } catch (const std::system_error& error) {
@@ -353,7 +356,8 @@ class Service {
 
   // Declared in the order of creation. Volumes come after the reactors, although they are made
   // first: their workers send messages to reactors and have to end before them.
-  std::unique_ptr<fabric::Fabric> fabric_;
+  std::unique_ptr<fabric::Fabric> soft_;
+  std::unique_ptr<fabric::Fabric> rdma_;
   std::unique_ptr<rtrs::Directory> directory_;
   std::unique_ptr<Shared> shared_;
   std::vector<std::unique_ptr<ServerReactor>> reactors_;

@@ -11,7 +11,8 @@ namespace rtrsnbd::plugin {
 namespace {
 
 constexpr Key key_table[] = {
-    {"server", "[tcp:][SRC@]HOST[:PORT]", "storage host that runs rtrsd (required; port 1234)"},
+    {"server", "[rdma:|tcp:][SRC@]HOST[:PORT]",
+     "storage host that runs rtrsd (required; port 1234)"},
     {"volume", "NAME", "volume to attach (default: the NBD export name)"},
     {"access", "rw|ro|migration", "how to open it (default: rw, or ro with nbdkit -r)"},
     {"connections", "1..16", "connections for IO (default: one per CPU, at most 4)"},
@@ -47,13 +48,16 @@ std::string parse_time(std::string_view text, std::chrono::milliseconds low,
 std::string parse_server(std::string_view value, Server& server) {
   server.text = value;
   std::string_view rest = value;
+  server.transport = Server::Transport::automatic;
   if (rest.starts_with("rdma:")) {
-    return "rdma: needs RDMA hardware support, which this version does not have; use "
-           "tcp:HOST[:PORT] "
-           "(software RDMA)";
+    server.transport = Server::Transport::rdma;
+    rest.remove_prefix(5);
+  } else if (rest.starts_with("tcp:")) {
+    server.transport = Server::Transport::tcp;
+    rest.remove_prefix(4);
   }
-  if (rest.starts_with("tcp:")) rest.remove_prefix(4);
-  if (rest.starts_with("//")) rest.remove_prefix(2);
+  if (server.transport != Server::Transport::automatic && rest.starts_with("//"))
+    rest.remove_prefix(2);
   if (const auto at = rest.find('@'); at != std::string_view::npos) {
     const auto source = fabric::parse_host_port(rest.substr(0, at), 0);
     if (!source || source->port != 0 || source->host.empty()) {
@@ -67,7 +71,7 @@ std::string parse_server(std::string_view value, Server& server) {
   }
   const auto where = fabric::parse_host_port(rest, wire::default_port);
   if (!where) return where.error();
-  if (where->host.empty() || where->host == "*") return "needs a host: [tcp:]HOST[:PORT]";
+  if (where->host.empty() || where->host == "*") return "needs a host: [rdma:|tcp:]HOST[:PORT]";
   server.where = *where;
   return {};
 }

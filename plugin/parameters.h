@@ -17,7 +17,13 @@
 namespace rtrsnbd::plugin {
 
 struct Server {
+  enum class Transport : uint8_t {
+    automatic,  // RDMA if a device leads to the server, else TCP
+    tcp,        // software RDMA
+    rdma,
+  };
   std::string text;  // as written, for messages
+  Transport transport = Transport::automatic;
   fabric::HostPort where;
   std::string source;  // host of SRC@, or empty
 };

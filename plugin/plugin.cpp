@@ -82,8 +82,7 @@ int config(const char* key, const char* value) {
 
 int config_complete() {
   if (!state->parameters.server) {
-    nbdkit_error(
-        "server= is missing: the storage host that runs rtrsd, as in server=tcp:HOST[:PORT]");
+    nbdkit_error("server= is missing: the storage host that runs rtrsd, as in server=HOST[:PORT]");
     return -1;
   }
   return 0;

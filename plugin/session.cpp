@@ -13,6 +13,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "protocol/fabric/verbs/fabric.h"
 #include "protocol/rnbd/client.h"
 
 namespace rtrsnbd::plugin {
@@ -50,10 +51,11 @@ std::string default_session_name() {
 }  // namespace
 
 Session::Session(const Parameters& parameters, LogSink log)
-    : parameters_(parameters), server_text_(parameters.server->text), log_(std::move(log)) {
-  fabric::soft::Options options;
-  options.crc = parameters.crc;
-  fabric_ = fabric::soft::make_fabric(options);
+    : parameters_(parameters),
+      server_text_(parameters.server->text),
+      log_(std::move(log)),
+      soft_(fabric::soft::make_fabric({.crc = parameters.crc})),
+      rdma_(fabric::verbs::make_fabric({.connect_limit = parameters.connect_timeout})) {
   wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
 }
@@ -125,7 +127,35 @@ int Session::wait(Operation& operation) {
   return operation.error_;
 }
 
-bool Session::connect_path(const fabric::Address& target, const fabric::Address* source) {
+// By the transports the user allows, the better one first.
+bool Session::connect_target(const fabric::Address& target, const fabric::Address* source,
+                             std::string& error) {
+  const auto failed = [&] {
+    const std::string address = target.text();
+    error = (server_text_.ends_with(address) ? "" : address + ": ") + path_->failure();
+    drive_all(false, disconnect_limit);
+    return false;
+  };
+  const Server::Transport transport = parameters_.server->transport;
+  if (transport != Server::Transport::tcp) {
+    const auto problem = fabric::verbs::why_unreachable(target, source);
+    if (!problem) {
+      if (connect_path(*rdma_, target, source)) return true;
+      failed();
+      if (transport == Server::Transport::rdma) return false;
+      log_(LogLevel::warning, "server " + server_text_ + " by RDMA: " + error + "; trying TCP");
+    } else if (transport == Server::Transport::rdma) {
+      error = *problem + "; tcp: works without one";
+      return false;
+    } else {
+      log_(LogLevel::info, "server " + server_text_ + " by TCP: " + *problem);
+    }
+  }
+  return connect_path(*soft_, target, source) || failed();
+}
+
+bool Session::connect_path(fabric::Fabric& fabric, const fabric::Address& target,
+                           const fabric::Address* source) {
   rtrs::ClientOptions options;
   options.where.target = target;
   if (source != nullptr) options.where.source = *source;
@@ -137,7 +167,7 @@ bool Session::connect_path(const fabric::Address& target, const fabric::Address*
                                : std::min(usable_cpus(), default_connections_max);
   options.heartbeat.interval = parameters_.heartbeat_interval;
   options.connect_timeout = parameters_.connect_timeout;
-  path_ = std::make_unique<rtrs::ClientPath>(*fabric_, options, log_);
+  path_ = std::make_unique<rtrs::ClientPath>(fabric, options, log_);
   path_->start(Clock::now());
   drive_all(true, parameters_.connect_timeout + std::chrono::seconds(1));
   return usable();
@@ -151,6 +181,7 @@ void Session::drive_all(bool until_connected, Duration limit) {
   std::vector<bool> ours(parameters_.connections + connections_max + 1, lanes_.empty());
   ours[0] = true;
   while (!path_->closed()) {
+    bool more = false;
     const TimePoint now = Clock::now();
     path_->tick(now);
     if (until_connected && usable()) return;
@@ -161,14 +192,14 @@ void Session::drive_all(bool until_connected, Duration limit) {
       if (!ours[cid]) ours[cid] = lanes_[cid]->take_lead();
       if (!ours[cid]) continue;
       auto& endpoint = path_->endpoint(cid);
-      endpoint.progress(fabric::Wait::no, now);
+      more = endpoint.progress(fabric::Wait::no, now) || more;
       endpoint.tick(now);
       if (path_->connection_closed(cid) || endpoint.fd() < 0) continue;
       const auto events = static_cast<short>(POLLIN | (endpoint.wants_write() ? POLLOUT : 0));
       fds.push_back({endpoint.fd(), events, 0});
     }
     if (path_->closed() || (until_connected && usable())) continue;
-    poll(fds.data(), fds.size(), 20);
+    poll(fds.data(), fds.size(), more ? 0 : 20);
   }
 }
 
@@ -212,13 +243,10 @@ void Session::housekeep(std::stop_token stop) {
           error = "no source address of the family of " + target.text();
           continue;
         }
-        if (connect_path(target, source)) {
+        if (connect_target(target, source, error)) {
           error.clear();
           break;
         }
-        const std::string address = target.text();
-        error = (server_text_.ends_with(address) ? "" : address + ": ") + path_->failure();
-        drive_all(false, disconnect_limit);
       }
     }
   } catch (const std::exception& exception) {
@@ -261,8 +289,9 @@ void Session::housekeep(std::stop_token stop) {
         std::chrono::duration_cast<std::chrono::milliseconds>(next_tick - before).count() + 1;
     poll(fds, 2, static_cast<int>(std::max<int64_t>(wait, 0)));
     const TimePoint now = Clock::now();
-    if ((fds[0].revents & (POLLIN | POLLOUT | POLLHUP | POLLERR)) != 0)
-      service.progress(fabric::Wait::no, now);
+    if ((fds[0].revents & (POLLIN | POLLOUT | POLLHUP | POLLERR)) != 0) {
+      while (service.progress(fabric::Wait::no, now)) continue;
+    }
     if (now >= next_tick) {
       next_tick = now + interval;
       service.tick(now);

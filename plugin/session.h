@@ -56,14 +56,18 @@ class Session {
   Session(const Parameters& parameters, LogSink log);
 
   void housekeep(std::stop_token stop);
-  bool connect_path(const fabric::Address& target, const fabric::Address* source);
+  bool connect_path(fabric::Fabric& fabric, const fabric::Address& target,
+                    const fabric::Address* source);
+  bool connect_target(const fabric::Address& target, const fabric::Address* source,
+                      std::string& error);
   void drive_all(bool until_connected, Duration limit);
   void check_overdue();
 
   const Parameters parameters_;
   const std::string server_text_;
   LogSink log_;
-  std::unique_ptr<fabric::Fabric> fabric_;
+  const std::unique_ptr<fabric::Fabric> soft_;
+  const std::unique_ptr<fabric::Fabric> rdma_;
   std::unique_ptr<rtrs::ClientPath> path_;
   std::unique_ptr<rtrs::Permits> permits_;
   std::vector<std::unique_ptr<Lane>> lanes_;

@@ -230,12 +230,17 @@ TEST_CASE("bad input is refused with file, line, key and what would be right") {
        "info, debug"},
       {"crc", "crc: true\n" + volume, "F:1: crc: \"true\": accepted: auto, on, off"},
       // Addresses
-      {"rdma", "listen: rdma:10.0.0.1\n" + volume,
-       "F:1: listen: \"rdma:10.0.0.1\": this build has no RDMA transport; accepted: tcp:HOST:PORT, "
-       "HOST and "
-       "PORT may be left out"},
+      {"another scheme", "listen: roce:10.0.0.1\n" + volume,
+       "F:1: listen: \"roce:10.0.0.1\": accepted: tcp:HOST:PORT or rdma:HOST:PORT, HOST and PORT "
+       "may "
+       "be left out"},
+      {"IPv6 without brackets by RDMA", "listen: rdma:::1\n" + volume,
+       "F:1: listen: \"rdma:::1\": an IPv6 address stands in brackets: rdma:[::1]:1234"},
+      {"RDMA twice", "listen:\n- 'rdma:'\n- 'tcp:'\n- rdma:*:1234\n" + volume,
+       "F:4: listen[2]: \"rdma:*:1234\": the same address twice"},
       {"no scheme", "listen: [\"127.0.0.1:5\"]\n" + volume,
-       "F:1: listen[0]: \"127.0.0.1:5\": accepted: tcp:HOST:PORT, HOST and PORT may be left out"},
+       "F:1: listen[0]: \"127.0.0.1:5\": accepted: tcp:HOST:PORT or rdma:HOST:PORT, HOST "
+       "and PORT may be left out"},
       {"port", "listen: tcp::70000\n" + volume,
        "F:1: listen: \"tcp::70000\": port \"70000\" is not a number from 1 to 65535"},
       {"empty port", "listen: 'tcp:a:'\n" + volume,

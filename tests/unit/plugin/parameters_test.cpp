@@ -43,7 +43,7 @@ TEST_CASE("what cannot be meant is refused with the key, the value and the reaso
   };
   for (const auto& c : {Case{"server", "", "host"},
                         Case{"server", "tcp:", "host"},
-                        Case{"server", "rdma:storage1", "software RDMA"},
+                        Case{"server", "rdma:", "rdma:|tcp:"},
                         Case{"server", "a:70000", "70000"},
                         Case{"server", "a:x", "x"},
                         Case{"server", "a,b", "multipath"},
