@@ -80,7 +80,7 @@ VerbsEndpoint::VerbsEndpoint(const Options& options, VerbsDomain& domain, Owned<
 }
 
 VerbsEndpoint::~VerbsEndpoint() {
-  if (phase_ != Phase::closed && queue_pair_) rdma_disconnect(id_.get());
+  if (queue_pair_ && phase_ >= Phase::open) rdma_disconnect(id_.get());
   queue_pair_.reset();
   id_.reset();
 }
@@ -332,12 +332,16 @@ void VerbsEndpoint::on_event(Event& event, TimePoint now) {
       return handler_->on_established(event.private_data);
     }
     case RDMA_CM_EVENT_REJECTED:
+      // The other end gave up before it knew that the connection was up.
+      if (phase_ != Phase::asking)
+        return finish(DisconnectReason::connection_lost, "given up by the peer");
       if (event.status == reject_by_consumer) {
         phase_ = Phase::closed;
         {
           const std::lock_guard lock(mutex_);
           queue_pair_.reset();
         }
+        id_.reset();
         visible_fd_ = -1;
         return handler_->on_rejected(event.private_data);
       }
@@ -388,7 +392,8 @@ void VerbsEndpoint::ask() {
     finish(DisconnectReason::unreachable, error_text(errno));
 }
 
-// Once the queue pair is gone the device reads and writes nothing of this connection any more.
+// Once the queue pair is gone the device reads and writes nothing of this connection any more. Dropping
+// the id tells the peer where rdma_disconnect could not, because it has not confirmed the connection yet.
 void VerbsEndpoint::finish(DisconnectReason reason, const std::string& detail) {
   if (phase_ == Phase::closed) return;
   const bool connected = phase_ >= Phase::open;
@@ -407,6 +412,7 @@ void VerbsEndpoint::finish(DisconnectReason reason, const std::string& detail) {
     }
     queue_pair_.reset();
   }
+  id_.reset();
   visible_fd_ = -1;
   handler_->on_disconnected(reason, detail);
 }

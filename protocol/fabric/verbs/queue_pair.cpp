@@ -345,14 +345,11 @@ void QueuePair::fail(const ibv_wc& entry) {
     case IBV_WC_REM_ACCESS_ERR:
     case IBV_WC_REM_INV_REQ_ERR:
     case IBV_WC_REM_OP_ERR:
-      failure.reason = DisconnectReason::remote_error;
-      break;
-    case IBV_WC_LOC_LEN_ERR:
-    case IBV_WC_LOC_ACCESS_ERR:
-    case IBV_WC_MW_BIND_ERR:
-      if (!send) failure.reason = DisconnectReason::protocol_error;
+      failure.reason = send ? DisconnectReason::remote_error : DisconnectReason::protocol_error;
       break;
     default:
+      // Of a receive: what came did not fit.
+      if (!send) failure.reason = DisconnectReason::protocol_error;
       break;
   }
   failure_ = std::move(failure);
