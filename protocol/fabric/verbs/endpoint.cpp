@@ -392,8 +392,9 @@ void VerbsEndpoint::ask() {
     finish(DisconnectReason::unreachable, error_text(errno));
 }
 
-// Once the queue pair is gone the device reads and writes nothing of this connection any more. Dropping
-// the id tells the peer where rdma_disconnect could not, because it has not confirmed the connection yet.
+// Once the queue pair is gone the device reads and writes nothing of this connection any more.
+// Dropping the id tells the peer where rdma_disconnect could not, because it has not confirmed the
+// connection yet.
 void VerbsEndpoint::finish(DisconnectReason reason, const std::string& detail) {
   if (phase_ == Phase::closed) return;
   const bool connected = phase_ >= Phase::open;
