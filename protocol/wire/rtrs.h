@@ -179,8 +179,7 @@ struct IoResponseImmediate {
 };
 
 // --- Parsers. Each takes the bytes that arrived, copied out of peer-writable memory by the caller
-// or
-// --- copied here at once, and returns the message or the errno (positive) that describes the
+// or copied here at once, and returns the message or the errno (positive) that describes the
 // refusal.
 
 // Checks of the server, specification 2.6: length, magic, major version, cid_num, cid.
