@@ -335,7 +335,8 @@ void VerbsEndpoint::on_event(Event& event, TimePoint now) {
       // The other end gave up before it knew that the connection was up.
       if (phase_ != Phase::asking)
         return finish(DisconnectReason::connection_lost, "given up by the peer");
-      if (event.status == reject_by_consumer) {
+      // iWARP has no reasons, only whether the peer said something.
+      if (event.status == reject_by_consumer || (event.status < 0 && !event.private_data.empty())) {
         phase_ = Phase::closed;
         {
           const std::lock_guard lock(mutex_);
