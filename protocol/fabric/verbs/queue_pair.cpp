@@ -299,7 +299,7 @@ uint32_t QueuePair::poll(Handler& handler) {
   for (int i = 0; i < count && !failure_; ++i) {
     const ibv_wc& entry = entries[static_cast<size_t>(i)];
     if (entry.status != IBV_WC_SUCCESS)
-      fail(entry);
+      fail(std::span(entries).subspan(static_cast<size_t>(i), static_cast<size_t>(count - i)));
     else if (entry.wr_id >> tag_shift == tag_send)
       sent(static_cast<uint32_t>(value_of(entry.wr_id)));
     else
@@ -334,13 +334,38 @@ void QueuePair::received(const ibv_wc& entry, Handler& handler) {
   handler.on_completion(completion);
 }
 
+// When a connection breaks, everything that was posted completes as flushed, except for the request
+// that broke it; which comes first depends on the device.
+void QueuePair::fail(std::span<const ibv_wc> entries) {
+  const ibv_wc* told = &entries.front();
+  std::array<ibv_wc, batch> more;
+  for (auto some = entries; !some.empty();) {
+    const auto reason = std::find_if(some.begin(), some.end(), [](const ibv_wc& entry) {
+      return entry.status != IBV_WC_SUCCESS && entry.status != IBV_WC_WR_FLUSH_ERR;
+    });
+    if (reason != some.end()) {
+      told = &*reason;
+      break;
+    }
+    const int count = ibv_poll_cq(cq_.get(), batch, more.data());
+    if (count <= 0) break;
+    some = std::span<const ibv_wc>(more).first(static_cast<size_t>(count));
+    told = &some.front();
+  }
+  fail(*told);
+}
+
 void QueuePair::fail(const ibv_wc& entry) {
   const bool send = entry.wr_id >> tag_shift == tag_send;
   Failure failure{DisconnectReason::connection_lost, ibv_wc_status_str(entry.status)};
   switch (entry.status) {
+    case IBV_WC_SUCCESS:
     case IBV_WC_WR_FLUSH_ERR:
       // The device gave up the connection, and tells the reason on another channel, if at all.
       failure.detail = "the device ended it";
+      break;
+    case IBV_WC_RETRY_EXC_ERR:
+      failure.detail = "the peer does not answer";
       break;
     case IBV_WC_REM_ACCESS_ERR:
     case IBV_WC_REM_INV_REQ_ERR:

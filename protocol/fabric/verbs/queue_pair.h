@@ -90,6 +90,7 @@ class QueuePair {
   bool flush_locked();
   void sent(uint32_t count);
   void received(const ibv_wc& entry, Handler& handler);
+  void fail(std::span<const ibv_wc> entries);
   void fail(const ibv_wc& entry);
   BouncePool& pool_for(size_t length);
 
