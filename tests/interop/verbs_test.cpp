@@ -162,7 +162,9 @@ TEST_CASE("more sends than the queue holds wait and arrive all the same") {
   two.server->post_empty_receives(1, 500);
   for (uint32_t i = 0; i < 500; ++i) CHECK(two.write(i * 64, 64, two.region->rkey(), i));
   CHECK(two.client->unsent_bytes() >= 500 * 64);
+  CHECK_FALSE(two.client->wants_write());
   two.client->flush(Wait::yes);
+  CHECK(two.client->wants_write());
   two.until([&] { return two.server_side.completions.size() == 500; });
   for (uint32_t i = 0; i < 500; ++i) CHECK(two.server_side.completions[i].immediate == i);
   two.until([&] { return !two.client->wants_write(); });

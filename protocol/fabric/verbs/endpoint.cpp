@@ -156,6 +156,12 @@ void VerbsEndpoint::flush(Wait) {
   if (sendable_ && !queue_pair_->flush()) note_broken();
 }
 
+// Nobody has to wait for POLLOUT: completions make room, and they show as POLLIN.
+bool VerbsEndpoint::wants_write() const {
+  const std::lock_guard lock(mutex_);
+  return queue_pair_ && queue_pair_->blocked();
+}
+
 size_t VerbsEndpoint::unsent_bytes() const {
   const std::lock_guard lock(mutex_);
   return queue_pair_ ? queue_pair_->unsent_bytes() : 0;

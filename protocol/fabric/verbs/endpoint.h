@@ -41,7 +41,7 @@ class VerbsEndpoint final : public Endpoint {
   bool post_send(const SendRequest& request) override;
   void flush(Wait wait) override;
   [[nodiscard]] int fd() const override { return visible_fd_.load(std::memory_order_relaxed); }
-  [[nodiscard]] bool wants_write() const override { return unsent_bytes() != 0; }
+  [[nodiscard]] bool wants_write() const override;
   [[nodiscard]] size_t unsent_bytes() const override;
   bool progress(Wait wait, TimePoint now) override;
   void tick(TimePoint now) override;

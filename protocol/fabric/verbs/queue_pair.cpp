@@ -263,6 +263,7 @@ bool QueuePair::flush_locked() {
     bytes_sent.fetch_add(bytes, std::memory_order_relaxed);
     messages_sent.fetch_add(count, std::memory_order_relaxed);
   }
+  blocked_.store(!pending_.empty(), std::memory_order_relaxed);
   return true;
 }
 

@@ -47,6 +47,8 @@ class QueuePair {
   void post_marker();
   bool flush();
   [[nodiscard]] size_t unsent_bytes() const;
+  // The last flush left something, because the device's queue is full.
+  [[nodiscard]] bool blocked() const { return blocked_.load(std::memory_order_relaxed); }
   // Everything that was posted has completed; after a marker, soon true.
   [[nodiscard]] bool all_sent() const;
 
@@ -104,6 +106,8 @@ class QueuePair {
   rdma_cm_id& id_;  // holds the queue pair
   std::optional<Failure> failure_;
   uint32_t unacknowledged_events_ = 0;
+
+  std::atomic<bool> blocked_{false};  // written under mutex_
 
   mutable std::mutex mutex_;  // guards all below
   std::deque<Pending> pending_;
