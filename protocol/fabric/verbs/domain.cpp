@@ -29,10 +29,10 @@ class VerbsRegion final : public Region {
     return true;
   }
   uint32_t renew() override {
-    assert(!"capabilities say no");
+    assert(false && "capabilities say no");
     return rkey_;
   }
-  void rebind(std::byte*, size_t) override { assert(!"capabilities say no"); }
+  void rebind(std::byte*, size_t) override { assert(false && "capabilities say no"); }
 
  private:
   const std::shared_ptr<ProtectionDomain> domain_;

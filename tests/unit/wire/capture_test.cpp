@@ -322,7 +322,7 @@ TEST_CASE("captured sessions of the kernel's own ends") {
       CHECK(replay.opened.size() == 2);
       CHECK(replay.refused.size() == 1);
       CHECK(replay.closes == 2);
-      for (const uint32_t size : {512, 4096, 16384, 126976}) {
+      for (const uint32_t size : {512U, 4096U, 16384U, 126976U}) {
         CHECK(replay.write_sizes.contains(size));
         CHECK(replay.read_sizes.contains(size));
       }
