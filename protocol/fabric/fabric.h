@@ -48,7 +48,7 @@ class Region : public LocalMemory {
   Region& operator=(const Region&) = delete;
 
   [[nodiscard]] virtual uint32_t rkey() const = 0;
-  // What the peer adds its offset to. Not a process address.
+  // What the peer adds its offset to. Opaque; with software RDMA it tells nothing of the process.
   [[nodiscard]] virtual uint64_t remote_address() const = 0;
 
   // Revokes the key: when this returns, no byte will be placed any more. Returns false if a

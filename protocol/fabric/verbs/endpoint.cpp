@@ -73,10 +73,11 @@ VerbsEndpoint::VerbsEndpoint(const Options& options, VerbsDomain& domain, Owned<
   local_ = local_address_of(*id);
   peer_ = peer_address_of(*id);
   auto queue_pair = std::make_unique<QueuePair>(*id, domain_, queues_);
+  watch(queue_pair->channel_fd(), ready_completion);
   if (rdma_migrate_id(id.get(), manager_.get()) != 0) verbs::fail("RDMA identifier");
+  // Nothing throws any more: until here the request keeps the id, to be rejected with.
   id_ = std::move(id);
   queue_pair_ = std::move(queue_pair);
-  watch(queue_pair_->channel_fd(), ready_completion);
 }
 
 VerbsEndpoint::~VerbsEndpoint() {
